@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from benchmarks.machine import machine_and_versions
 from qtensor import Float8CurrentScaling, MasterWeightOptimizer, MXFP8BlockScaling, quantized_model_init
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 RESULTS = Path(__file__).parent / "results"
 VARIANTS: dict[str, Recipe | None] = {

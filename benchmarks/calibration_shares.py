@@ -37,7 +37,7 @@ from layerwise.algorithms.algorithm import Group, Inputs, Linear
 from layerwise.stages.sharing import rounds_of
 from layerwise.stages.stage import Method
 from qtensor import NVFP4BlockScaling
-from qtensor.formats import shared_amax
+from qtensor.spec.registry import shared_amax
 
 RECIPE = NVFP4BlockScaling()
 BATCHES = 8

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import qtensor as qt
 from layerwise import AWQ, GPTAQ, GPTQ, Algorithm, LocalHessian, Max, Mse, Qronos, SmoothQuant, calibrate
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 BATCH = 8  # rows
 
@@ -156,8 +156,8 @@ def quantizing_inputs(model: nn.Module, names: list[str], recipe: Recipe) -> lis
 
     Each row (token) is rounded by itself; NVFP4 has one global scale a row.
     """
-    from qtensor import kernels
-    from qtensor.products import quantized_rows
+    from qtensor.numerics import kernels
+    from qtensor.products.dynamic import quantized_rows
 
     def rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         flat = inputs[0].flatten(0, -2)  # [tokens, K]

@@ -37,7 +37,7 @@ import qtensor as qt
 from benchmarks.machine import machine_and_versions
 from layerwise import Assignment, Max, calibrate, search_formats
 from layerwise.formats.candidates import LinearGroup
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples"))  # the examples are scripts, which import one another by bare name

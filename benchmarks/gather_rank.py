@@ -26,7 +26,7 @@ from benchmarks.gather_link import received
 from benchmarks.timing import Contender, interleaved, medians
 from fsdp_hooks import sync_scales
 from qtensor import Float8CurrentScaling, MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling
-from qtensor.model_init import quantized_model_init
+from qtensor.model.model_init import quantized_model_init
 
 RECIPES: dict[str, Any] = {
     "float8-row": Float8CurrentScaling(),

@@ -25,7 +25,7 @@ from benchmarks.report import at_most, with_spread
 from benchmarks.timing import Contender, interleaved, nothing, ratio
 from dcp_adapters import QuantizedStager
 from qtensor import MasterWeightOptimizer, quantize, quantized_model_init
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 RECIPES: dict[str, Recipe] = {
     name: numerics.RECIPES[name]

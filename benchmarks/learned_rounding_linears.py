@@ -18,7 +18,7 @@ from layerwise.algorithms.algorithm import Group, Inputs, Linear
 from layerwise.algorithms.columns import ColumnRounding, columns_of, rounding_of
 from layerwise.algorithms.descent import descend
 from qtensor import NVFP4BlockScaling
-from qtensor.formats import shared_amax
+from qtensor.spec.registry import shared_amax
 
 RECIPE = NVFP4BlockScaling()
 GROUPS = (

@@ -23,7 +23,7 @@ from benchmarks.device_time import times_on
 from benchmarks.report import at_least, at_most, with_spread
 from benchmarks.timing import THREADS, Contender, interleaved, ratio, two_threads
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, decode_once, quantized_model_init
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 WIDTH = 4096
 RECIPES: dict[str, Recipe] = {

@@ -31,7 +31,7 @@ from qtensor import (
     quantize,
     use_kernels,
 )
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 SHAPE = (4096, 4096)
 RECIPES: dict[str, Recipe] = {

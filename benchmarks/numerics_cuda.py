@@ -16,7 +16,7 @@ from benchmarks.device_time import Times, times_on
 from benchmarks.report import at_least
 from benchmarks.timing import ratio
 from qtensor import QuantizedTensor, quantize
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 SIZES = (8192, 16384)
 ROUNDS = 21

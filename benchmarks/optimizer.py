@@ -40,16 +40,10 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.live_storages import LiveStorages
 from benchmarks.simulated_ranks import as_rank
 from benchmarks.timing import Contender, interleaved, ratio
-from qtensor import (
-    Float8CurrentScaling,
-    MasterWeightOptimizer,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    inner_step,
-    optim,
-    quantize,
-)
-from qtensor.recipes import Recipe
+from qtensor import Float8CurrentScaling, MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from qtensor.optim import inner_step
+from qtensor.optim import master_weights as optim
+from qtensor.spec.recipes import Recipe
 
 THREADS = 2
 TARGET = 1.3  # times the dense step

@@ -25,9 +25,9 @@ from qtensor import (
     quantize,
     quantized_model_init,
 )
-from qtensor.formats import encode, format_of, shared_amax
-from qtensor.recipes import Recipe
-from qtensor.tensor import OPS as TABLE
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import encode, format_of, shared_amax
+from qtensor.tensor.quantized_tensor import OPS as TABLE
 
 SIZE, TOKENS = 64, 16
 X = torch.ones(TOKENS, SIZE, dtype=torch.bfloat16)

@@ -31,7 +31,7 @@ from benchmarks.evaluation import Judged, Questions, mean_and_error
 from benchmarks.evaluation_contenders import quantizing_inputs
 from benchmarks.machine import machine_and_versions
 from layerwise import Max, calibrate, rotate_
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 RESULTS = Path(__file__).parent / "results"
 SEQ_LEN = 256

@@ -35,8 +35,8 @@ from layerwise.algorithms.algorithm import COLUMNS, HESSIAN
 from layerwise.algorithms.clipping import local_hessian_of
 from layerwise.folding.folds import transformed
 from layerwise.statistics.collector import Collector
-from qtensor.formats import format_of, shared_amax
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import format_of, shared_amax
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples"))  # the examples are scripts, which import one another by bare name

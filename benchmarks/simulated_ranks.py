@@ -22,8 +22,8 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard, init_device_mes
 
 from benchmarks.model_shapes import Shapes
 from qtensor import QuantizedTensor
-from qtensor.formats import specs_of
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import specs_of
 
 
 @contextlib.contextmanager

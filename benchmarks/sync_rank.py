@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.timing import Contender, interleaved
 from dcp_adapters import WeightStream, export_hf
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling
-from qtensor.model_init import quantized_model_init
+from qtensor.model.model_init import quantized_model_init
 
 RECIPES: dict[str, Any] = {"mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
 BASE = "full_tensor, bf16"

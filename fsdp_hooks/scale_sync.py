@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.across_ranks import all_reduce
 from fsdp_hooks.all_gather import AllGatherHooks
-from fsdp_hooks.exchange import Label, RanksDifferError, channel_of, in_order, largest, tell_failure
-from fsdp_hooks.partners import Partners, check_complete, pooled
+from fsdp_hooks.ranks.across_ranks import all_reduce
+from fsdp_hooks.ranks.exchange import Label, RanksDifferError, channel_of, in_order, largest, tell_failure
+from fsdp_hooks.ranks.partners import Partners, check_complete, pooled
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
 from fsdp_hooks.writable import unwritable

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AllGatherHooks
-from fsdp_hooks.digest import digests
+from fsdp_hooks.kernels.digest import digests
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
 

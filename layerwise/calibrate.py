@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_hooks.across_ranks import ALONE, is_first, raise_together
 from fsdp_hooks.devices import this_device
-from fsdp_hooks.waiting import IN_GROUP, waited_for
+from fsdp_hooks.ranks.across_ranks import ALONE, is_first, raise_together
+from fsdp_hooks.ranks.waiting import IN_GROUP, waited_for
 from fsdp_hooks.wrappers import without_replication
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.awq import AWQ
@@ -38,7 +38,7 @@ from layerwise.running.kv_cache import KVCache
 from layerwise.running.plan import Options, planned
 from layerwise.running.result import CalibrationResult, result_of
 from layerwise.stages.caller import called
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 MAX = Max()
 # those that write nothing on the way to a decision

@@ -28,7 +28,7 @@ from layerwise.rotating.plan import Norm, Plan, norms_of, planned
 from layerwise.rotating.proof import norm_kind, prove, rotations
 from layerwise.rotating.tracing import Runs, look
 from layerwise.rotating.written import note_written
-from qtensor.input_rotation import is_size, rotate_inputs_of
+from qtensor.products.input_rotation import is_size, rotate_inputs_of
 
 
 @dataclass(frozen=True)

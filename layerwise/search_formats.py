@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_hooks.across_ranks import ALONE, is_first, raise_together
 from fsdp_hooks.devices import this_device
-from fsdp_hooks.waiting import IN_GROUP, waited_for
+from fsdp_hooks.ranks.across_ranks import ALONE, is_first, raise_together
+from fsdp_hooks.ranks.waiting import IN_GROUP, waited_for
 from fsdp_hooks.wrappers import without_replication
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.maximum import Max
@@ -28,7 +28,7 @@ from layerwise.running.events import Event, observing
 from layerwise.running.plan import Options, planned
 from layerwise.running.search import Search
 from layerwise.stages.caller import called
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 MAX = Max()
 

@@ -38,7 +38,7 @@ ALLOWED = {
     ("layerwise/inputs/ambient.py", "torch.get_default_dtype(),"): "it notes what the model has set",
     ("layerwise/inputs/ambient.py", "if torch.get_default_dtype() != wanted.dtype:"): "it sets what the model had set",
     ("layerwise/inputs/ambient.py", "torch.set_default_dtype(wanted.dtype)"): "the same, around a call of a layer",
-    ("qtensor/ops.py", "make = torch.zeros if zero else torch.empty"): "the three calls of it below name both",
+    ("qtensor/ops/table.py", "make = torch.zeros if zero else torch.empty"): "the three calls of it below name both",
 }
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from dcp_adapters.cli.help_texts import HELP, MAIN
+from dcp_adapters.format.recipe_names import DTYPES, short_names
 from dcp_adapters.gguf.plan import GGUF
-from dcp_adapters.hf.adapters import ADAPTERS
-from dcp_adapters.hf.layout import LAYOUTS
-from dcp_adapters.recipe_names import DTYPES, short_names
+from dcp_adapters.hf.layouts.layout import LAYOUTS
+from dcp_adapters.hf.models.adapters import ADAPTERS
 
 PROGRAM = "python -m dcp_adapters"
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcp_adapters.entry import Entry, parts_of
-from dcp_adapters.recipe_names import dtype_name
-from dcp_adapters.source import Stored
+from dcp_adapters.format.entry import Entry, parts_of
+from dcp_adapters.format.recipe_names import dtype_name
+from dcp_adapters.format.source import Stored
+from dcp_adapters.plain.progress_bar import Advance, unseen
+from dcp_adapters.plain.tables import table
+from dcp_adapters.plain.words import in_natural_order
 from dcp_adapters.stored.numeric_error import SLICE, Error, error_between
-from dcp_adapters.stored.progress_bar import Advance, unseen
-from dcp_adapters.tables import table
-from dcp_adapters.words import in_natural_order
 
 FORMAT = "dcp_adapters.diff/1"
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_adapters.digests.stored import source_digests, stored_source
-from dcp_adapters.hf.sources import StoredSource
-from dcp_adapters.hf.stored_directory import is_directory
-from dcp_adapters.stored.progress_bar import Advance, unseen
-from dcp_adapters.weight_sums import Difference, first_difference, whole_digest, with_twins
+from dcp_adapters.format.weight_sums import Difference, first_difference, whole_digest, with_twins
+from dcp_adapters.hf.exporting.sources import StoredSource
+from dcp_adapters.hf.reading.stored_directory import is_directory
+from dcp_adapters.plain.progress_bar import Advance, unseen
 
 FORMAT = "dcp_adapters.digest/1"
 KINDS = {

@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from dcp_adapters.cli.arguments import PROGRAM, parser, refuse_unencodable
-from dcp_adapters.cli.convert_checkpoint import convert_checkpoint, plan_conversion
-from dcp_adapters.cli.deltas import patched_copy, write_delta
 from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.digest import digest_of_each, opened
 from dcp_adapters.cli.report.measure import measure_checkpoint
 from dcp_adapters.cli.report.page import page
+from dcp_adapters.convert.convert_checkpoint import convert_checkpoint, plan_conversion
+from dcp_adapters.delta.files import patched_copy, write_delta
+from dcp_adapters.format.recipe_names import target_named
+from dcp_adapters.format.source import Stored
 from dcp_adapters.gguf.export import export_gguf
 from dcp_adapters.gguf.plan import GGUF
-from dcp_adapters.hf.export import export_hf
-from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
-from dcp_adapters.hf.verify_directory import verify_directory
-from dcp_adapters.recipe_names import target_named
-from dcp_adapters.source import Stored
+from dcp_adapters.hf.exporting.export import export_hf
+from dcp_adapters.hf.reading.stored_directory import StoredDirectory, is_directory
+from dcp_adapters.hf.reading.verify_directory import verify_directory
+from dcp_adapters.plain.progress_bar import Advance, progress_bar
+from dcp_adapters.plain.tables import human_bytes, table
 from dcp_adapters.stored.checkpoint import StoredCheckpoint, checkpoint_directory
 from dcp_adapters.stored.inspect import inspect_checkpoint
-from dcp_adapters.stored.progress_bar import Advance, progress_bar
 from dcp_adapters.stored.verify import verify
-from dcp_adapters.tables import human_bytes, table
 
 FINE, FOUND, FAILED = 0, 1, 2
 VERIFY_FORMAT = "dcp_adapters.verify/1"

@@ -16,21 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcp_adapters.coding.changes import Changes, local_changes, unit_shape, units
 from dcp_adapters.delta.chain import check_chain, deltas_left
+from dcp_adapters.delta.coding.changes import Changes, local_changes, unit_shape, units
 from dcp_adapters.delta.make import refuse_other_layout
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.shards import Shard, Shards, added_up, refuse_other_ranks, whole_group
 from dcp_adapters.delta.state_digest import state_digest
-from dcp_adapters.expand import quantized_local
+from dcp_adapters.format.expand import quantized_local
+from dcp_adapters.plain.words import in_lines
 from dcp_adapters.torch_private import flatten_state_dict
-from dcp_adapters.words import in_lines
-from fsdp_hooks.across_ranks import ALONE, raise_together
+from fsdp_hooks.ranks.across_ranks import ALONE, raise_together
+from fsdp_hooks.ranks.waiting import waited_for
 from fsdp_hooks.versions import count_writes
-from fsdp_hooks.waiting import waited_for
 from fsdp_hooks.wrappers import plain_name
 from fsdp_hooks.writable import meeting, span_of, unwritable
-from qtensor.contents import preserve
+from qtensor.tensor.contents import preserve
 
 # positions in the flat units of a shard, and what they become; None where only other ranks' shards change
 Written = tuple[Tensor, Tensor] | None

@@ -4,8 +4,8 @@ A frame is full at MOST_CHANGES changes, or at the end of its run. So where fram
 whoever brings them, in pieces of whatever size, writes the same frames.
 """
 
-from dcp_adapters.coding.changes import Changes, joined
-from dcp_adapters.coding.codec import MOST_CHANGES, Coded, encoded
+from dcp_adapters.delta.coding.changes import Changes, joined
+from dcp_adapters.delta.coding.codec import MOST_CHANGES, Coded, encoded
 from dcp_adapters.delta.layout import Layout
 
 

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcp_adapters.coding.changes import Changes, changes_between, global_changes, joined, unit_of, unit_shape
+from dcp_adapters.delta.coding.changes import Changes, changes_between, global_changes, joined, unit_of, unit_shape
 from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.make import refuse_empty, refuse_other_layout
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.shards import Shard, Shards, added_up, refuse_other_ranks, whole_group
 from dcp_adapters.delta.state_digest import state_digest
-from fsdp_hooks.across_ranks import ALONE, device_of, is_first, on_first, raise_together, ranks_of
-from fsdp_hooks.waiting import waited_for
+from fsdp_hooks.ranks.across_ranks import ALONE, device_of, is_first, on_first, raise_together, ranks_of
+from fsdp_hooks.ranks.waiting import waited_for
 
 BUCKET = 2**26  # bytes of changes that a rank sends at a time, unless one tensor has more
 

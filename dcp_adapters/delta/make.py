@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dcp_adapters.coding.changes import changes_between
+from dcp_adapters.delta.coding.changes import changes_between
 from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.layout import Layout, layout_differences
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.state_digest import blob_digest, state_digest
-from dcp_adapters.source import Source, Stored
-from dcp_adapters.stored.progress_bar import Advance, unseen
-from dcp_adapters.words import in_lines
-from fsdp_hooks.byte_sums import Piece, byte_sums
+from dcp_adapters.format.source import Source, Stored
+from dcp_adapters.plain.progress_bar import Advance, unseen
+from dcp_adapters.plain.words import in_lines
+from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from functools import cached_property
 import torch
 import xxhash
 
-from dcp_adapters.coding.changes import Changes
-from dcp_adapters.coding.codec import Coded, checked, decoded
-from dcp_adapters.coding.damage import damaged
-from dcp_adapters.coding.zstd import compressed, decompressed
+from dcp_adapters.delta.coding.changes import Changes
+from dcp_adapters.delta.coding.codec import Coded, checked, decoded
+from dcp_adapters.delta.coding.damage import damaged
+from dcp_adapters.delta.coding.zstd import compressed, decompressed
 from dcp_adapters.delta.layout import Layout
-from dcp_adapters.words import short
+from dcp_adapters.plain.words import short
 
 LEVEL = 19  # of zstd, for entries of bytes
 Read = Callable[[str], bytes]  # the bytes of a frame or an entry, by `frame_name` and `blob_name`

@@ -3,7 +3,7 @@
     __metadata__    {"qtensor.delta": JSON of the format version, digests, versions and the checksum of the table, with
                     a checksum of its own}
     table           zstd of JSON: entries with recipes, dtypes and shapes; a record and a checksum for each frame
-    frame.000000    uint8, one for each run of changes, see dcp_adapters/coding/codec.py
+    frame.000000    uint8, one for each run of changes, see dcp_adapters/delta/coding/codec.py
     blob.000000     uint8, zstd: one for each entry of bytes that changed, whole
 
 Nothing is unpickled. Checksums are xxh3_64. Whatever a damaged or hostile file says of sizes is checked before memory
@@ -23,17 +23,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from dcp_adapters.coding.codec import Coded
-from dcp_adapters.coding.damage import damaged
-from dcp_adapters.coding.zstd import compressed, decompressed
+from dcp_adapters.delta.coding.codec import Coded
+from dcp_adapters.delta.coding.damage import damaged
+from dcp_adapters.delta.coding.zstd import compressed, decompressed
 from dcp_adapters.delta.layout import Layout
 from dcp_adapters.delta.patch import Blob, Delta, Frame, Read, blob_name, checksum, frame_name
-from dcp_adapters.entry import Entry
-from dcp_adapters.plain_memory import memory_of
-from dcp_adapters.recipe_names import dtype_name
-from dcp_adapters.stored.durable import give_file_name, hidden_name, sync
-from dcp_adapters.words import short
-from qtensor.recipes import Recipe
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.recipe_names import dtype_name
+from dcp_adapters.plain.durable import give_file_name, hidden_name, sync
+from dcp_adapters.plain.plain_memory import memory_of
+from dcp_adapters.plain.words import short
+from qtensor.spec.recipes import Recipe
 
 FORMAT_VERSION = 1
 METADATA = "qtensor.delta"

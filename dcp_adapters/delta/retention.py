@@ -13,9 +13,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from dcp_adapters.delta.chain import refuse_one_name, removable
-from dcp_adapters.manifest import base_of
-from dcp_adapters.reading.metadata_checks import METADATA
-from dcp_adapters.reading.reader import SafeFileSystemReader
+from dcp_adapters.format.manifest import base_of
+from dcp_adapters.stored.reading.metadata_checks import METADATA
+from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 from dcp_adapters.stored.saves import linked, remove
 
 

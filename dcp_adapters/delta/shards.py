@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.delta.layout import Layout, layout_differences
-from dcp_adapters.expand import entry_of, expand_leaf, plain_leaf, refuse_hidden
-from dcp_adapters.hf.adapters import renamed
-from dcp_adapters.load.placements import placement_problem
-from dcp_adapters.plain_memory import is_plain, without_bytes
+from dcp_adapters.format.expand import entry_of, expand_leaf, plain_leaf, refuse_hidden
+from dcp_adapters.format.placements import placement_problem
+from dcp_adapters.hf.models.adapters import renamed
+from dcp_adapters.plain.plain_memory import is_plain, without_bytes
+from dcp_adapters.plain.words import in_lines
 from dcp_adapters.torch_private import flatten_state_dict
-from dcp_adapters.words import in_lines
-from fsdp_hooks.across_ranks import ALONE, Alone, chosen_ranks, device_of, is_counted, is_first, on_all
-from fsdp_hooks.byte_sums import Piece, byte_sums
+from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
+from fsdp_hooks.ranks.across_ranks import ALONE, Alone, chosen_ranks, device_of, is_counted, is_first, on_all
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.wrappers import plain_name
 

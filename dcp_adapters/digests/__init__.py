@@ -7,5 +7,5 @@ received.py   tensors that an engine or a stream received, read as a directory
 engine.py     the names of an engine's tensors: joined linears cut apart
 digest.py     digest, tensor_digests
 
-What the digests are made of is in dcp_adapters/weight_sums.py.
+What the digests are made of is in dcp_adapters/format/weight_sums.py.
 """

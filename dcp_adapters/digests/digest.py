@@ -11,15 +11,15 @@ from dcp_adapters.digests.received import ReceivedSource
 from dcp_adapters.digests.shares import Shares
 from dcp_adapters.digests.stored import source_digests, stored_source
 from dcp_adapters.digests.summing import summed, tell_failure
-from dcp_adapters.entry import Entry
-from dcp_adapters.expand import entry_of
-from dcp_adapters.hf.architectures import architecture_of
-from dcp_adapters.hf.live_source import flat_state, live_tensors
-from dcp_adapters.hf.prefixes import under
-from dcp_adapters.weight_sums import PartSum, tensor_digest, whole_digest
-from fsdp_hooks.across_ranks import Ranks, chosen_ranks
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.expand import entry_of
+from dcp_adapters.format.weight_sums import PartSum, tensor_digest, whole_digest
+from dcp_adapters.hf.exporting.live_source import flat_state, live_tensors
+from dcp_adapters.hf.models.architectures import architecture_of
+from dcp_adapters.hf.models.prefixes import under
+from fsdp_hooks.ranks.across_ranks import Ranks, chosen_ranks
+from fsdp_hooks.ranks.waiting import waited_for
 from fsdp_hooks.torch_private import without_torch_function
-from fsdp_hooks.waiting import waited_for
 from fsdp_hooks.wrappers import plain_name, plain_state_dict
 
 
@@ -37,7 +37,7 @@ def digest(  # noqa: PLR0913 - options of one operation
     It does not depend on the number of ranks, on how the weights are sharded, on the device, on the order of names, or
     on where the weights are: a model, its checkpoint and the directory that an engine loads have the same digest. A
     change of one word of 4 bytes is always found, other accidental changes but for a chance of about 2^-32 (2^-27 in
-    the worst case known, see fsdp_hooks/byte_sums.py). It is no cryptographic hash.
+    the worst case known, see fsdp_hooks/kernels/byte_sums.py). It is no cryptographic hash.
 
     Payloads and scales of quantized tensors count, and the dense tensors beside them; the other fields of a recipe and
     the histories of delayed scales do not. Tied tensors count under each of their names. A model with

@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from dcp_adapters.entry import Entry
-from dcp_adapters.hf.architectures import Architecture
-from dcp_adapters.hf.as_checkpoint import presented, renamed
-from dcp_adapters.hf.directory import Directory, FileTensor
-from dcp_adapters.hf.rotations import said_tensor
-from dcp_adapters.hf.schemes import DTYPES, contents_of, weight_names
-from dcp_adapters.hf.wanted_names import wanted_names
-from dcp_adapters.plain_memory import is_plain
-from dcp_adapters.source import Source
-from fsdp_hooks.byte_sums import Piece
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.source import Source
+from dcp_adapters.hf.files.directory import Directory, FileTensor
+from dcp_adapters.hf.layouts.rotations import said_tensor
+from dcp_adapters.hf.models.architectures import Architecture
+from dcp_adapters.hf.models.wanted_names import wanted_names
+from dcp_adapters.hf.reading.as_checkpoint import presented, renamed
+from dcp_adapters.hf.reading.schemes import DTYPES, contents_of, weight_names
+from dcp_adapters.plain.plain_memory import is_plain
+from fsdp_hooks.kernels.byte_sums import Piece
 
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 PLACE = Path("the received tensors")

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.entry import PartShape
-from dcp_adapters.expand import entry_of, quantized_local, settled_parts
-from dcp_adapters.load.placements import placement_problem
-from dcp_adapters.part_places import Box, box_of, part_box
-from dcp_adapters.plain_memory import without_bytes
-from dcp_adapters.weight_sums import digested_parts
-from fsdp_hooks.across_ranks import Ranks, is_counted, is_first
-from fsdp_hooks.byte_sums import Piece
+from dcp_adapters.format.entry import PartShape
+from dcp_adapters.format.expand import entry_of, quantized_local, settled_parts
+from dcp_adapters.format.part_places import Box, box_of, part_box
+from dcp_adapters.format.placements import placement_problem
+from dcp_adapters.format.weight_sums import digested_parts
+from dcp_adapters.plain.plain_memory import without_bytes
+from fsdp_hooks.kernels.byte_sums import Piece
+from fsdp_hooks.ranks.across_ranks import Ranks, is_counted, is_first
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
-from qtensor.format import PartSpec
+from qtensor.spec.format import PartSpec
 
 
 @dataclass(frozen=True)

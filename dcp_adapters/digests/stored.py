@@ -4,15 +4,15 @@ import math
 import os
 from collections.abc import Mapping
 
-from dcp_adapters.entry import Entry
-from dcp_adapters.hf.architectures import Architecture
-from dcp_adapters.hf.sources import StoredSource
-from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
-from dcp_adapters.source import Source
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.source import Source
+from dcp_adapters.format.weight_sums import PartSum, digested_parts, tensor_digest
+from dcp_adapters.hf.exporting.sources import StoredSource
+from dcp_adapters.hf.models.architectures import Architecture
+from dcp_adapters.hf.reading.stored_directory import StoredDirectory, is_directory
+from dcp_adapters.plain.progress_bar import Advance, unseen
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from dcp_adapters.stored.progress_bar import Advance, unseen
-from dcp_adapters.weight_sums import PartSum, digested_parts, tensor_digest
-from fsdp_hooks.byte_sums import byte_sums
+from fsdp_hooks.kernels.byte_sums import byte_sums
 
 
 def stored_source(

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcp_adapters.digests.shares import Share
-from fsdp_hooks.across_ranks import Alone, Ranks, device_of, rank_of, ranks_of
-from fsdp_hooks.byte_sums import byte_sums
+from fsdp_hooks.kernels.byte_sums import byte_sums
+from fsdp_hooks.ranks.across_ranks import Alone, Ranks, device_of, rank_of, ranks_of
 
 FIRST = 4096  # values, 32 KiB: a message that costs no more than an empty one
 PIECES = 4  # of the digest of the labels, 16 bits each, so that no sum of squares is too large for 63 bits

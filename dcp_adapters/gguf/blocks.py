@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtensor.codecs.nibbles import unpacked
+from qtensor.spec.codecs.nibbles import unpacked
 
 SIGN = 0x80  # of an E4M3 scale, which ggml does not read
 
@@ -60,7 +60,7 @@ class BlockType:
     pack: Callable[[Tensor, Tensor], Tensor]
 
 
-# kind of a recipe (dcp_adapters/hf/layout.py) -> its type
+# kind of a recipe (dcp_adapters/hf/layouts/layout.py) -> its type
 BLOCK_TYPES: Mapping[str, BlockType] = {
     "mxfp4": BlockType("MXFP4", 32, 17, mxfp4_blocks),
     "nvfp4": BlockType("NVFP4", 64, 36, nvfp4_blocks),

@@ -22,20 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dcp_adapters.format.source import Keep, Source
 from dcp_adapters.gguf.library import library
 from dcp_adapters.gguf.like import OF_CONFIG, OF_FILE, Like, open_like, read_like
 from dcp_adapters.gguf.plan import GGUF, Made, file_tensors, tensors_of
-from dcp_adapters.hf.adapters import check_adapters
-from dcp_adapters.hf.config import ModelConfig
-from dcp_adapters.hf.groups import groups_of
-from dcp_adapters.hf.making import Job, in_groups, made_tensors
-from dcp_adapters.hf.plan import Output
-from dcp_adapters.hf.prepare import Asked, prepared
-from dcp_adapters.source import Keep, Source
-from dcp_adapters.stored.durable import give_file_name, hidden_name, sync
-from dcp_adapters.stored.progress_bar import Advance, progress_bar
-from fsdp_hooks.across_ranks import Ranks, chosen_ranks, global_ranks, is_first, on_all, on_first
-from fsdp_hooks.waiting import waited_for
+from dcp_adapters.hf.exporting.config import ModelConfig
+from dcp_adapters.hf.exporting.groups import groups_of
+from dcp_adapters.hf.exporting.making import Job, in_groups, made_tensors
+from dcp_adapters.hf.exporting.plan import Output
+from dcp_adapters.hf.exporting.prepare import Asked, prepared
+from dcp_adapters.hf.models.adapters import check_adapters
+from dcp_adapters.plain.durable import give_file_name, hidden_name, sync
+from dcp_adapters.plain.progress_bar import Advance, progress_bar
+from fsdp_hooks.ranks.across_ranks import Ranks, chosen_ranks, global_ranks, is_first, on_all, on_first
+from fsdp_hooks.ranks.waiting import waited_for
 
 FILE_TYPES = {"MXFP4": "MOSTLY_MXFP4_MOE", "NVFP4": "MOSTLY_NVFP4"}
 

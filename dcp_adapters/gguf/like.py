@@ -13,7 +13,7 @@ from typing import Any
 
 from dcp_adapters.gguf.architectures import ARCHITECTURES, Architecture
 from dcp_adapters.gguf.library import library
-from dcp_adapters.words import short
+from dcp_adapters.plain.words import short
 
 # Tensors that llama.cpp's converter makes from the config, not from weights.
 OF_CONFIG = frozenset({"rope_freqs.weight"})

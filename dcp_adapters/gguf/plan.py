@@ -16,9 +16,9 @@ from torch import Tensor
 from dcp_adapters.gguf.architectures import name_in_file, rows_in_pairs
 from dcp_adapters.gguf.blocks import BLOCK_TYPES, BlockType
 from dcp_adapters.gguf.like import OF_CONFIG, Like
-from dcp_adapters.hf.layout import INPUT_SCALE, Layout, Scheme, SchemeEntry, StoredAs, kind_of
-from dcp_adapters.hf.plan import Output
-from dcp_adapters.words import in_lines, listed
+from dcp_adapters.hf.exporting.plan import Output
+from dcp_adapters.hf.layouts.layout import INPUT_SCALE, Layout, Scheme, SchemeEntry, StoredAs, kind_of
+from dcp_adapters.plain.words import in_lines, listed
 
 _CODES = (StoredAs("payload", "weight"), StoredAs("scale", "weight_scale"))
 _GLOBAL = StoredAs("global_scale", "weight_scale_2")

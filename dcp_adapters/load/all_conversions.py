@@ -17,7 +17,7 @@ weights' group under a name that belongs to this load. (dist.new_group names a g
 not the same on all ranks of a job with experts or pipelines.)
 
 Conversions are ordered by name, since the order of state dicts may differ between ranks; the agreement also checks that
-all ranks of a group convert the same tensors (see fsdp_hooks.exchange).
+all ranks of a group convert the same tensors (see fsdp_hooks.ranks.exchange).
 """
 
 import contextlib
@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_adapters.load.conversion import Conversion
 from dcp_adapters.torch_private import ProcessGroupGloo, all_reduce_max, gloo_group
-from fsdp_hooks.across_ranks import rank_of
-from fsdp_hooks.exchange import Channel, RanksDifferError, in_order, largest, tell_failure
-from fsdp_hooks.partners import pooled
+from fsdp_hooks.ranks.across_ranks import rank_of
+from fsdp_hooks.ranks.exchange import Channel, RanksDifferError, in_order, largest, tell_failure
+from fsdp_hooks.ranks.partners import pooled
 
 Writing = Callable[[str], contextlib.AbstractContextManager[None]]
 

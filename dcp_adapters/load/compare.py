@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.checksums import CHECKSUMS
-from dcp_adapters.entry import Entry
-from dcp_adapters.expand import entry_of, quantized_local
-from dcp_adapters.load.placements import placement_problem
-from dcp_adapters.manifest import MANIFEST, Manifest
-from dcp_adapters.rotations import block_of, has_weight, inputs, is_marker, weight_beside
+from dcp_adapters.format.checksums import CHECKSUMS
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.expand import entry_of, quantized_local
+from dcp_adapters.format.manifest import MANIFEST, Manifest
+from dcp_adapters.format.placements import placement_problem
+from dcp_adapters.format.rotations import block_of, has_weight, inputs, is_marker, weight_beside
 from fsdp_hooks.torch_private import without_torch_function
 
 # Dtypes whose elements are the values themselves; float8 elements are codes under some scale.

@@ -3,7 +3,7 @@
 The result is, bit for bit, this rank's piece of converting the full tensor:
 
     dense d   -> recipe     quantize(d)
-    A         -> recipe B   q_b.copy_(q_a): exact where B can hold A's values, else B's encoding (qtensor/exact.py)
+    A         -> recipe B   q_b.copy_(q_a): exact where B can hold A's values, else B's encoding (numerics/exact.py)
     quantized -> dtype      q.dequantize(dtype)
 
 Boxes (offsets, sizes) alone decide which piece of the stored tensor this needs: the rank's own box, widened to whole
@@ -24,18 +24,18 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.entry import Entry
-from dcp_adapters.expand import plain_leaf, quantized_local
-from dcp_adapters.part_places import Box, box_of, part_box
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.expand import plain_leaf, quantized_local
+from dcp_adapters.format.part_places import Box, box_of, part_box
 from fsdp_hooks.scale_sync import cuts_of, groups_of, label_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.versions import count_writes
-from qtensor import exact, kernels
-from qtensor.blocks import canonical_nan
-from qtensor.contents import INITIAL_VALUE, store
-from qtensor.formats import block_multiple, row_multiple, shares_scale_along, specs_of
-from qtensor.lens import OWN
-from qtensor.tensor import QuantizedTensor
+from qtensor.numerics import exact, kernels
+from qtensor.spec.blocks import canonical_nan
+from qtensor.spec.lens import OWN
+from qtensor.spec.registry import block_multiple, row_multiple, shares_scale_along, specs_of
+from qtensor.tensor.contents import INITIAL_VALUE, store
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 @dataclasses.dataclass

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.load.read_items import PLAIN
-from dcp_adapters.reading.metadata_checks import chunk_in_words, stored_chunk
-from dcp_adapters.reading.order import OWN, has_files
-from dcp_adapters.reading.places import shared_places, shares_bytes
-from dcp_adapters.tiling import inside, tiling_fault
+from dcp_adapters.plain.tiling import inside, tiling_fault
+from dcp_adapters.stored.reading.metadata_checks import chunk_in_words, stored_chunk
+from dcp_adapters.stored.reading.order import OWN, has_files
+from dcp_adapters.stored.reading.places import shared_places, shares_bytes
 from fsdp_hooks.torch_private import local_of
 
 Parts = dict[MetadataIndex | str, tuple[int, ...]]

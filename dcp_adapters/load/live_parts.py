@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from dcp_adapters.expand import expand_flat, merge, plain_leaf, quantized_local, settled_parts
-from dcp_adapters.part_places import Box, PartBoxes
-from dcp_adapters.plain_memory import is_plain
+from dcp_adapters.format.expand import expand_flat, merge, plain_leaf, quantized_local, settled_parts
+from dcp_adapters.format.part_places import Box, PartBoxes
+from dcp_adapters.plain.plain_memory import is_plain
 from fsdp_hooks.torch_private import local_of, without_torch_function
 from fsdp_hooks.writable import unwritable
-from qtensor.formats import tensor_wide
-from qtensor.tensor import QuantizedTensor
+from qtensor.spec.registry import tensor_wide
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 def local_parts(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Box]]:

@@ -1,8 +1,8 @@
 """Targets on one memory, as tied weights are: the checkpoint must have the same values for all of them.
 
 Whoever is read last would win, without a word. Nothing tells before both have been read, so the sums of what arrives
-(fsdp_hooks/byte_sums.py), and of what a conversion has written, are kept for such targets, and compared with what they
-hold in the end.
+(fsdp_hooks/kernels/byte_sums.py), and of what a conversion has written, are kept for such targets, and compared
+with what they hold in the end.
 """
 
 import threading
@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_adapters.plain_memory import is_plain
-from fsdp_hooks.byte_sums import Piece, byte_sums
+from dcp_adapters.plain.plain_memory import is_plain
+from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.writable import meeting
-from qtensor.tensor import QuantizedTensor
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 class OneMemory:

@@ -31,8 +31,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_adapters.checksums import CHECKSUMS, Verification
-from dcp_adapters.expand import quantized_local
+from dcp_adapters.format.checksums import CHECKSUMS, Verification
+from dcp_adapters.format.expand import quantized_local
+from dcp_adapters.format.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.load.all_conversions import Conversions, unequal
 from dcp_adapters.load.compare import OWN, Target, differences, is_stored, lacking, recipe_differences, to_convert
 from dcp_adapters.load.conversion import Conversion
@@ -42,23 +43,22 @@ from dcp_adapters.load.one_memory import OneMemory
 from dcp_adapters.load.read_items import ReadItems
 from dcp_adapters.load.together import Share, misfit, refuse_lacking, refuse_nothing
 from dcp_adapters.load.unpickling import unpickled
-from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
-from dcp_adapters.reading.metadata_checks import own_buffer, stored_chunk
-from dcp_adapters.reading.order import (
+from dcp_adapters.plain.words import in_lines
+from dcp_adapters.stored.reading.metadata_checks import own_buffer, stored_chunk
+from dcp_adapters.stored.reading.order import (
     chunks_by_file,
     group_after_group,
     is_probe,
     original_index,
     probe_items,
 )
-from dcp_adapters.reading.places import check_archives, check_ordinary
-from dcp_adapters.reading.rebuilding import Rebuilding
+from dcp_adapters.stored.reading.places import check_archives, check_ordinary
+from dcp_adapters.stored.reading.rebuilding import Rebuilding
 from dcp_adapters.torch_private import Unreadable, flatten_state_dict, is_marked, set_element
-from dcp_adapters.words import in_lines
-from fsdp_hooks.across_ranks import ranks_of
+from fsdp_hooks.ranks.across_ranks import ranks_of
 from fsdp_hooks.torch_private import cpu_by_default
 from fsdp_hooks.versions import count_writes
-from qtensor.contents import preserve
+from qtensor.tensor.contents import preserve
 
 LOADS = itertools.count()  # names loads that each rank plans for itself; all ranks count alike
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from dcp_adapters.format.manifest import Manifest
 from dcp_adapters.load.compare import OWN, Container, Target, not_among, owners_in
 from dcp_adapters.load.coverage import Parts
-from dcp_adapters.manifest import Manifest
-from dcp_adapters.words import in_lines, listed
+from dcp_adapters.plain.words import in_lines, listed
 
 SHOWN = 3  # names in a sentence
 MISFIT = "the checkpoint does not fit the target; nothing has been loaded:"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcp_adapters.plain_memory import is_plain, memory_of
+from dcp_adapters.plain.plain_memory import is_plain, memory_of
 
 LARGEST = 4 << 20  # bytes: torch.save is a small part of the time that writing more takes, and frames are not free
 WIDEST = 32 << 10  # bytes of a frame; 2 kB by default, more where storages are aligned to large pages

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFor
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from dcp_adapters.plain.durable import make_directory, sync, sync_name
 from dcp_adapters.save.data_files import DataWriter, data_files
 from dcp_adapters.save.overwrite import removed_by_another
-from dcp_adapters.stored.durable import make_directory, sync, sync_name
 from dcp_adapters.torch_private import prefix_of
 
 BEGUN = ".metadata.tmp"  # what stock calls the new metadata, behind "__<rank>" if a rank saves for itself

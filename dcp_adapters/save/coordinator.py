@@ -11,14 +11,14 @@ import torch
 from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_adapters.entry import Entry
-from dcp_adapters.manifest import MANIFEST_JSON, Manifest
-from dcp_adapters.recipe_names import dtype_name
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.manifest import MANIFEST_JSON, Manifest
+from dcp_adapters.format.recipe_names import dtype_name
 from dcp_adapters.save.item_sums import Sums
 from dcp_adapters.save.unsound import Fits
-from qtensor.format import PartSpec
-from qtensor.formats import specs_of
-from qtensor.recipes import Recipe
+from qtensor.spec.format import PartSpec
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import specs_of
 
 PLAIN = 255  # the kind of an item that is not the payload of a quantized tensor
 

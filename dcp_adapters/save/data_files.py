@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_adapters.plain_memory import memory_of, without_bytes
+from dcp_adapters.plain.plain_memory import memory_of, without_bytes
 from dcp_adapters.save.archives import Frames
 from dcp_adapters.torch_private import StorageInfo
 

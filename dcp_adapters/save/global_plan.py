@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_adapters.tiling import tiling_fault
+from dcp_adapters.plain.tiling import tiling_fault
 
 Key = tuple[str, torch.Size | None]  # what makes two items the same: the entry, and where the chunk begins
 

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_adapters.entry import Entry
-from dcp_adapters.manifest import Manifest
-from dcp_adapters.plain_memory import is_plain
-from dcp_adapters.weight_sums import PartSum, digested_parts, tensor_digest
-from fsdp_hooks.byte_sums import Piece, byte_sums
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.manifest import Manifest
+from dcp_adapters.format.weight_sums import PartSum, digested_parts, tensor_digest
+from dcp_adapters.plain.plain_memory import is_plain
+from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
 
 Sums = list[int | None]  # of items, in their order; None for bytes, and for tensors of another library's class
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dcp_adapters.stored.durable import sync
+from dcp_adapters.plain.durable import sync
 from dcp_adapters.torch_private import prefix_of
 
 DATA = re.compile(r"__\d+_\w+\.distcp", re.ASCII)

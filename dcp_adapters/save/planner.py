@@ -26,10 +26,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.checksums import CHECKSUMS, Checksums
-from dcp_adapters.expand import plain_leaf, quantized_local, refuse_hidden, settled_parts
-from dcp_adapters.manifest import MANIFEST, Manifest, with_base
-from dcp_adapters.reading.base import Base
+from dcp_adapters.format.checksums import CHECKSUMS, Checksums
+from dcp_adapters.format.expand import plain_leaf, quantized_local, refuse_hidden, settled_parts
+from dcp_adapters.format.manifest import MANIFEST, Manifest, with_base
 from dcp_adapters.save import plan_cache
 from dcp_adapters.save.coordinator import (
     PLAIN,
@@ -47,11 +46,12 @@ from dcp_adapters.save.refusals import refuse_bytes_in_safetensors, refuse_taken
 from dcp_adapters.save.since_base import SinceBase, refuse_without_checksums
 from dcp_adapters.save.unsound import Fits, refuse_mixtures, refuse_unsound
 from dcp_adapters.save.write_items import Layouts, PartLayout, lists_scalars, plain_item, with_checksum_items
+from dcp_adapters.stored.reading.base import Base
 from dcp_adapters.torch_private import Committed, prefix_of
-from fsdp_hooks.digest import digests
+from fsdp_hooks.kernels.digest import digests
 from fsdp_hooks.torch_private import cpu_by_default, local_of, without_torch_function
-from qtensor.formats import specs_of, tensor_wide
-from qtensor.tensor import QuantizedTensor
+from qtensor.spec.registry import specs_of, tensor_wide
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 class QuantizedSavePlanner(DefaultSavePlanner):

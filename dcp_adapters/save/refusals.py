@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from dcp_adapters.checksums import CHECKSUMS
-from dcp_adapters.manifest import MANIFEST
-from dcp_adapters.plain_memory import without_bytes
+from dcp_adapters.format.checksums import CHECKSUMS
+from dcp_adapters.format.manifest import MANIFEST
+from dcp_adapters.plain.plain_memory import without_bytes
 from dcp_adapters.torch_private import writes_safetensors
 
 

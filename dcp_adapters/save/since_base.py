@@ -20,9 +20,9 @@ from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_adapters.coding.chunk import coded_chunk
-from dcp_adapters.plain_memory import is_plain
-from dcp_adapters.reading.base import Base
+from dcp_adapters.delta.coding.chunk import coded_chunk
+from dcp_adapters.plain.plain_memory import is_plain
+from dcp_adapters.stored.reading.base import Base
 from dcp_adapters.torch_private import writes_safetensors
 
 Directory = str | os.PathLike[str]

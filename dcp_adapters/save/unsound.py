@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.entry import Entry
-from dcp_adapters.expand import entry_of, quantized_local, settled_parts
-from dcp_adapters.masters import Masters, told
-from dcp_adapters.soundness import (
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.expand import entry_of, quantized_local, settled_parts
+from dcp_adapters.format.masters import Masters, told
+from dcp_adapters.format.soundness import (
     BEHIND,
     BOTH,
     FRESH,
@@ -33,11 +33,11 @@ from dcp_adapters.soundness import (
     slabs,
     unfit,
 )
-from dcp_adapters.words import in_lines
+from dcp_adapters.plain.words import in_lines
 from fsdp_hooks.torch_private import local_of
-from qtensor.cut_blocks import cut_blocks_of
-from qtensor.formats import row_multiple
-from qtensor.recipes import Recipe
+from qtensor.scales.cut_blocks import cut_blocks_of
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import row_multiple
 
 Fits = Mapping[str, Mapping[str, int]]  # master -> tensor beside it -> how the rank's pieces fit, WRITTEN | FRESH
 ELSEWHERE = "they are placed otherwise than their weights"

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.checksums import CHECKSUMS, ROW
-from dcp_adapters.part_places import alike, box_of, part_box
-from qtensor.formats import specs_of
-from qtensor.tensor import QuantizedTensor
+from dcp_adapters.format.checksums import CHECKSUMS, ROW
+from dcp_adapters.format.part_places import alike, box_of, part_box
+from qtensor.spec.registry import specs_of
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)

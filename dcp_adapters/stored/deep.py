@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from dcp_adapters.entry import Entry
-from dcp_adapters.masters import Masters, told
-from dcp_adapters.soundness import DenseCheck, Level, Problem, TensorCheck, cut, slabs, unfit
-from dcp_adapters.source import Stored
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.masters import Masters, told
+from dcp_adapters.format.soundness import DenseCheck, Level, Problem, TensorCheck, cut, slabs, unfit
+from dcp_adapters.format.source import Stored
+from dcp_adapters.plain.words import listed
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.findings import Finding, Report
-from dcp_adapters.words import listed
-from qtensor.formats import specs_of
+from qtensor.spec.registry import specs_of
 
 CONVERTED = "converted since they were saved, so not judged: look at what they were converted from"
 NOTHING = "nothing is quantized here, and no masters are kept: there was nothing to judge beyond bytes"

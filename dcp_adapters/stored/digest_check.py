@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from dcp_adapters.checksums import CHECKSUMS
-from dcp_adapters.entry import Entry
-from dcp_adapters.manifest import MANIFEST, Manifest
-from dcp_adapters.reading.metadata_checks import METADATA, Fault
-from dcp_adapters.weight_sums import PartSum, digested_parts, tensor_digest
-from fsdp_hooks.byte_sums import Piece, byte_sums
+from dcp_adapters.format.checksums import CHECKSUMS
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.manifest import MANIFEST, Manifest
+from dcp_adapters.format.weight_sums import PartSum, digested_parts, tensor_digest
+from dcp_adapters.stored.reading.metadata_checks import METADATA, Fault
+from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
 
 OWN = frozenset({MANIFEST, CHECKSUMS})  # of these no digest is made
 

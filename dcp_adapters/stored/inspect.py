@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from dcp_adapters.entry import Entry
-from dcp_adapters.recipe_names import dtype_name
-from dcp_adapters.source import Stored
-from dcp_adapters.tables import human_bytes, table
-from dcp_adapters.words import in_natural_order
-from qtensor.selection import matches
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.recipe_names import dtype_name
+from dcp_adapters.format.source import Stored
+from dcp_adapters.plain.tables import human_bytes, table
+from dcp_adapters.plain.words import in_natural_order
+from qtensor.spec.selection import matches
 
 FORMAT = "dcp_adapters.inspect/1"
 

@@ -2,9 +2,9 @@
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcp_adapters.manifest import Manifest
-from dcp_adapters.reading.metadata_checks import METADATA, Fault
-from qtensor.formats import part_names
+from dcp_adapters.format.manifest import Manifest
+from dcp_adapters.stored.reading.metadata_checks import METADATA, Fault
+from qtensor.spec.registry import part_names
 
 
 def manifest_faults(manifest: Manifest, metadata: Metadata) -> list[Fault]:

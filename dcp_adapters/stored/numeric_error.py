@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.tensor import QuantizedTensor
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 SLICE = 1 << 20  # elements that are decoded, and widened to float64, at once; one entry of dim 0 at least is decoded
 

@@ -19,10 +19,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from qtensor import kernels
-from qtensor.format import PartSpec
-from qtensor.formats import specs_of
-from qtensor.recipes import Recipe
+from qtensor.numerics import kernels
+from qtensor.spec.format import PartSpec
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import specs_of
 
 WITHOUT_NAN = frozenset({torch.float4_e2m1fn_x2})
 

@@ -7,9 +7,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
-from dcp_adapters.reading.metadata_checks import own_buffer
-from dcp_adapters.reading.reader import SafeFileSystemReader
+from dcp_adapters.format.manifest import MANIFEST, Manifest, manifest_of
+from dcp_adapters.stored.reading.metadata_checks import own_buffer
+from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 
 
 def read_manifest(checkpoint: str | os.PathLike[str] | StorageReader) -> Manifest:

@@ -23,14 +23,14 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from dcp_adapters.manifest import base_of
-from dcp_adapters.reading.reader import SafeFileSystemReader
-from dcp_adapters.soundness import Level, check_level
-from dcp_adapters.stored.durable import sync, sync_name
+from dcp_adapters.format.manifest import base_of
+from dcp_adapters.format.soundness import Level, check_level
+from dcp_adapters.plain.durable import sync, sync_name
+from dcp_adapters.plain.words import listed
+from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 from dcp_adapters.stored.verify import verify
-from dcp_adapters.words import listed
-from fsdp_hooks.across_ranks import on_first
-from fsdp_hooks.waiting import IN_GROUP, waited_for
+from fsdp_hooks.ranks.across_ranks import on_first
+from fsdp_hooks.ranks.waiting import IN_GROUP, waited_for
 
 Order = Literal["written", "number"]
 Needs = Callable[[Path], Iterable[str | os.PathLike[str]]]

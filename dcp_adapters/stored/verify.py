@@ -1,7 +1,7 @@
 """Whether a checkpoint is complete and sound, told without a model and without a process group.
 
     metadata      it is there, its records make sense, every chunk has a file
-    tensors       chunks cover each one exactly (dcp_adapters/tiling.py)
+    tensors       chunks cover each one exactly (dcp_adapters/plain/tiling.py)
     manifest      both copies agree; every entry has its parts in the right dtype and shape; no part without an entry
     files         there, inside of the directory, long enough; chunks do not share bytes
     base          of a delta: it is there, and is what it was; its own data are read as far as the delta needs them
@@ -23,10 +23,18 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_adapters.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
-from dcp_adapters.manifest import MANIFEST, Manifest, manifest_of
-from dcp_adapters.reading.base import Base
-from dcp_adapters.reading.metadata_checks import (
+from dcp_adapters.format.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
+from dcp_adapters.format.manifest import MANIFEST, Manifest, manifest_of
+from dcp_adapters.format.soundness import Level, check_level
+from dcp_adapters.plain.words import listed
+from dcp_adapters.stored.checkpoint import StoredCheckpoint
+from dcp_adapters.stored.deep import and_deep
+from dcp_adapters.stored.digest_check import DigestCheck
+from dcp_adapters.stored.findings import Finding, Report
+from dcp_adapters.stored.manifest_faults import manifest_faults
+from dcp_adapters.stored.part_values import value_fault
+from dcp_adapters.stored.reading.base import Base
+from dcp_adapters.stored.reading.metadata_checks import (
     METADATA,
     Fault,
     chunk_in_words,
@@ -34,22 +42,14 @@ from dcp_adapters.reading.metadata_checks import (
     holding_faults,
     length_faults,
 )
-from dcp_adapters.reading.places import cut_off, look_at, other_than_said, shared_places, shares_bytes
-from dcp_adapters.reading.reader import read_metadata_file
-from dcp_adapters.reading.tensor_archive import FileSlice, read_header
-from dcp_adapters.soundness import Level, check_level
-from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from dcp_adapters.stored.deep import and_deep
-from dcp_adapters.stored.digest_check import DigestCheck
-from dcp_adapters.stored.findings import Finding, Report
-from dcp_adapters.stored.manifest_faults import manifest_faults
-from dcp_adapters.stored.part_values import value_fault
+from dcp_adapters.stored.reading.places import cut_off, look_at, other_than_said, shared_places, shares_bytes
+from dcp_adapters.stored.reading.reader import read_metadata_file
+from dcp_adapters.stored.reading.tensor_archive import FileSlice, read_header
 from dcp_adapters.torch_private import is_marked
-from dcp_adapters.words import listed
-from qtensor.formats import specs_of
+from qtensor.spec.registry import specs_of
 
 if TYPE_CHECKING:
-    from qtensor.format import PartSpec
+    from qtensor.spec.format import PartSpec
 
 SHOWN = 3  # names in a sentence
 

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from dcp_adapters.coding.changes import Changes, changes_between, units
+from dcp_adapters.delta.coding.changes import Changes, changes_between, units
 from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.layout import Layout
 from dcp_adapters.delta.make import sum_of
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.state_digest import state_digest
-from dcp_adapters.entry import Entry
+from dcp_adapters.format.entry import Entry
 from dcp_adapters.streams.buckets import TensorRecord
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dcp_adapters.streams.transport import Sender, WeightStreamError
-from fsdp_hooks.across_ranks import Ranks, on_all
+from fsdp_hooks.ranks.across_ranks import Ranks, on_all
 
 
 @contextmanager

@@ -20,27 +20,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dcp_adapters.delta.patch import Delta
-from dcp_adapters.hf.adapters import check_adapters
-from dcp_adapters.hf.config import model_config
-from dcp_adapters.hf.groups import groups_of
-from dcp_adapters.hf.layout import layout_named
-from dcp_adapters.hf.making import Job, in_groups, made_tensors, own_groups
-from dcp_adapters.hf.plan import ExportPlan, Output
-from dcp_adapters.hf.prepare import Asked, prepared, requantizes
-from dcp_adapters.hf.quantizing import Quantizing, linears_of, routers_by_class
-from dcp_adapters.recipe_names import dtype_name
-from dcp_adapters.source import Keep, Source
-from dcp_adapters.stored.progress_bar import progress_bar
+from dcp_adapters.format.recipe_names import dtype_name
+from dcp_adapters.format.source import Keep, Source
+from dcp_adapters.hf.exporting.config import model_config
+from dcp_adapters.hf.exporting.groups import groups_of
+from dcp_adapters.hf.exporting.making import Job, in_groups, made_tensors, own_groups
+from dcp_adapters.hf.exporting.plan import ExportPlan, Output
+from dcp_adapters.hf.exporting.prepare import Asked, prepared, requantizes
+from dcp_adapters.hf.exporting.quantizing import Quantizing, linears_of, routers_by_class
+from dcp_adapters.hf.layouts.layout import layout_named
+from dcp_adapters.hf.models.adapters import check_adapters
+from dcp_adapters.plain.progress_bar import progress_bar
 from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import TensorRecord, bucket_sizes, buckets_of, difference
 from dcp_adapters.streams.kept_tensors import KeptTensors, Pass
 from dcp_adapters.streams.together import aborting, attempt, raise_first, together
 from dcp_adapters.streams.transport import Sender, send_delta
-from fsdp_hooks.across_ranks import Ranks, chosen_ranks, global_ranks, is_first, on_all, on_first
-from fsdp_hooks.waiting import waited_for
-from qtensor.formats import registered
-from qtensor.recipes import Recipe
-from qtensor.selection import check_lists
+from fsdp_hooks.ranks.across_ranks import Ranks, chosen_ranks, global_ranks, is_first, on_all, on_first
+from fsdp_hooks.ranks.waiting import waited_for
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import registered
+from qtensor.spec.selection import check_lists
 
 RECEIVE = ("first", "all")
 

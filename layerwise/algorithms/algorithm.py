@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 # The statistics of inputs that an algorithm can ask for; it always gets their amax.
 COLUMNS, LOCAL_HESSIAN, HESSIAN, CROSS = "columns", "local_hessian", "hessian", "cross"

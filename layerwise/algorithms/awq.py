@@ -27,9 +27,9 @@ from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Algo
 from layerwise.algorithms.clipping import best_clips, finite_or_zero, local_hessian_of, rounded, sharing
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.smoothquant import LARGEST_FACTOR, SMALLEST_FACTOR
-from qtensor.blocks import tile, untile
-from qtensor.formats import block_multiple, format_of, shared_amax
-from qtensor.recipes import Recipe, check_choice
+from qtensor.spec.blocks import tile, untile
+from qtensor.spec.recipes import Recipe, check_choice
+from qtensor.spec.registry import block_multiple, format_of, shared_amax
 
 
 @dataclass(frozen=True, kw_only=True)

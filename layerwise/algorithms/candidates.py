@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from qtensor.blocks import FLT_MAX, block_amax, quotient
-from qtensor.codecs import e8m0
-from qtensor.formats import block_multiple, format_of, row_multiple, specs_of
-from qtensor.recipes import Recipe
+from qtensor.spec.blocks import FLT_MAX, block_amax, quotient
+from qtensor.spec.codecs import e8m0
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import block_multiple, format_of, row_multiple, specs_of
 
 MULTIPLES = tuple(0.25 + 3.75 * i / 38 for i in range(38, -1, -1))  # of an amax: 4 down to 1/4
 LARGEST_E4M3_CODE = 126

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from layerwise.algorithms.algorithm import SUB_BLOCK, Group, Linear
 from layerwise.algorithms.candidates import scaled_quantizer, spread
-from qtensor.blocks import tile
-from qtensor.formats import format_of, row_multiple, specs_of
-from qtensor.recipes import Recipe
+from qtensor.spec.blocks import tile
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import format_of, row_multiple, specs_of
 
 Quantizer = dict[str, Tensor]
 

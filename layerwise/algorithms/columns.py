@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import Group
-from qtensor.formats import block_multiple, format_of
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import block_multiple, format_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,7 +43,7 @@ from layerwise.algorithms.clipping import local_hessian_of
 from layerwise.algorithms.columns import ColumnRounding, columns_of, per_linear, rounding_of
 from layerwise.algorithms.descent import descend
 from layerwise.algorithms.mse import Mse
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 MSE = Mse()
 LEAST_DAMPING = 0.01

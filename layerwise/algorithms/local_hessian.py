@@ -12,7 +12,7 @@ from typing import ClassVar
 from layerwise.algorithms.algorithm import LOCAL_HESSIAN, Algorithm, Decision, Group
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.search import search
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

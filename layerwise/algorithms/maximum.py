@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from layerwise.algorithms.algorithm import Algorithm, Decision, Group
-from qtensor.formats import format_of
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import format_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from layerwise.algorithms.algorithm import CROSS, Decision, Group
 from layerwise.algorithms.columns import columns_of
 from layerwise.algorithms.gptq import GPTQ
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,13 +34,13 @@ from torch import Tensor
 
 from layerwise.algorithms.algorithm import SUB_BLOCK
 from layerwise.algorithms.candidates import candidates
-from qtensor.blocks import finite_amax, quotient
-from qtensor.codecs.rounding import power_of_two_floor
-from qtensor.formats import block_multiple, format_of, row_multiple, specs_of
-from qtensor.recipes import Recipe
+from qtensor.spec.blocks import finite_amax, quotient
+from qtensor.spec.codecs.rounding import power_of_two_floor
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import block_multiple, format_of, row_multiple, specs_of
 
 if TYPE_CHECKING:
-    from qtensor.format import Format
+    from qtensor.spec.format import Format
 
 # Errors are sums of 16 terms in fp32, the rest in fp64: off by less than 20 * 2^-24 of themselves, and so is Max's.
 BETTER = 1 - 2.0**-18

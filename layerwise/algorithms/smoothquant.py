@@ -14,8 +14,8 @@ import torch
 
 from layerwise.algorithms.algorithm import COLUMNS, Algorithm, Decision, Group, Smoothing
 from layerwise.algorithms.maximum import Max
-from qtensor.blocks import finite_magnitude
-from qtensor.recipes import Recipe
+from qtensor.spec.blocks import finite_magnitude
+from qtensor.spec.recipes import Recipe
 
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-4, 1e4
 

@@ -14,19 +14,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dcp_adapters.entry import Entry
+from dcp_adapters.format.entry import Entry
 from dcp_adapters.gguf.like import open_like, read_like
 from dcp_adapters.gguf.plan import GGUF, tensors_of
-from dcp_adapters.hf.config import model_config, shard_size
-from dcp_adapters.hf.directory import read_directory
-from dcp_adapters.hf.expected import UNKNOWN, check_outputs, expected_of
-from dcp_adapters.hf.importing import check_import
-from dcp_adapters.hf.layout import layout_named
-from dcp_adapters.hf.plan import Request, plan_export
-from dcp_adapters.hf.prepare import check_names
-from dcp_adapters.hf.schemes import is_quantized
-from dcp_adapters.stored.durable import refuse_taken
-from fsdp_hooks.across_ranks import on_all, on_first, ranks_of
+from dcp_adapters.hf.exporting.config import model_config, shard_size
+from dcp_adapters.hf.exporting.expected import UNKNOWN, check_outputs, expected_of
+from dcp_adapters.hf.exporting.plan import Request, plan_export
+from dcp_adapters.hf.exporting.prepare import check_names
+from dcp_adapters.hf.files.directory import read_directory
+from dcp_adapters.hf.layouts.layout import layout_named
+from dcp_adapters.hf.reading.importing import check_import
+from dcp_adapters.hf.reading.schemes import is_quantized
+from dcp_adapters.plain.durable import refuse_taken
+from fsdp_hooks.ranks.across_ranks import on_all, on_first, ranks_of
 from layerwise.command.config import PICTURES, Config
 from layerwise.command.data import read_samples
 from layerwise.command.model import built, longest_of, vocabulary_of
@@ -40,8 +40,8 @@ from layerwise.stages.experts import find_blocks
 from layerwise.stages.layers import find_layers
 from layerwise.stages.targets import Target, find_targets
 from layerwise.weights.on_disk import OnDisk
-from qtensor.formats import tensor_wide
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import tensor_wide
 
 T = TypeVar("T")
 NO_PICTURES = "pictures are drawn by matplotlib, which is not installed: pip install 'qtensor[calibration]'"

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from dcp_adapters.gguf.plan import GGUF
-from dcp_adapters.hf.config import shard_size
-from dcp_adapters.hf.layout import LAYOUTS
+from dcp_adapters.hf.exporting.config import shard_size
+from dcp_adapters.hf.layouts.layout import LAYOUTS
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.command.keys import key
 from layerwise.formats.candidates import COMPARE, Menu
 from layerwise.inputs.stores import INPUTS_ON
 from layerwise.running.kv_cache import GRANULARITIES, KVCache
 from layerwise.stages.experts import EXPERT_INPUTS
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 PLACES = ("device", "cpu", "disk")

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dcp_adapters.words import listed, short
+from dcp_adapters.plain.words import listed, short
 from layerwise.command.config import DataKeys, data_format
 from layerwise.command.model import transformers_library
 from layerwise.command.yaml_text import ConfigError

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_adapters.words import short
+from dcp_adapters.plain.words import short
 from layerwise.algorithms.algorithm import Algorithm
 
 REQUIRED: Any = dataclasses.MISSING

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp_hooks.across_ranks import is_first, on_first, rank_of, ranks_of
+from fsdp_hooks.ranks.across_ranks import is_first, on_first, rank_of, ranks_of
 from layerwise.calibrate import calibrate
 from layerwise.command.checks import Fitting, checked, device_of, of_first
 from layerwise.command.config import Config
@@ -41,7 +41,7 @@ from layerwise.formats.assignment import Assignment
 from layerwise.formats.candidates import Menu
 from layerwise.running.result import CalibrationResult
 from layerwise.search_formats import search_formats
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 PROGRAM = "python -m layerwise"
 DONE, FAILED, REFUSED = 0, 1, 2

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from dcp_adapters import import_hf
-from dcp_adapters.hf.kept_dtypes import LASTING, LASTING_FP16, lasting_patterns
+from dcp_adapters.hf.models.kept_dtypes import LASTING, LASTING_FP16, lasting_patterns
 from fsdp_hooks.lazy_bits import resolved
 from layerwise.command.config import ModelKeys
 from layerwise.command.yaml_text import ConfigError

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from dcp_adapters import AtomicFileSystemWriter, QuantizedSavePlanner, export_gguf, export_hf
-from fsdp_hooks.across_ranks import on_first
+from fsdp_hooks.ranks.across_ranks import on_first
 from fsdp_hooks.wrappers import plain_state_dict
 from layerwise.command.config import PICTURES, Config
 from layerwise.formats.assignment import Assignment

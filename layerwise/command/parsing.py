@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dcp_adapters.recipe_names import short_names
+from dcp_adapters.format.recipe_names import short_names
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.command.config import CalibrationKeys, Config, DataKeys, ModelKeys, OutputKeys, SearchKeys, problems_of
 from layerwise.command.keys import Key, WrongValueError, converted, found_words, keys_of, unknown_words
 from layerwise.command.yaml_text import ConfigError, plain_values
 from layerwise.formats.candidates import Menu
-from qtensor.formats import registrations
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import registrations
 
 SECTIONS: Mapping[str, type] = {
     "model": ModelKeys,

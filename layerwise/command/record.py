@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dcp_adapters.stored.durable import sync
+from dcp_adapters.plain.durable import sync
 from layerwise.command.config import Config, plain
 from layerwise.command.model import directory_files
 

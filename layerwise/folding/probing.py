@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from fsdp_hooks.lazy_bits import resolved
 from fsdp_hooks.wrappers import plain_modules
-from qtensor.formats import APPEARANCE_DTYPES
+from qtensor.spec.registry import APPEARANCE_DTYPES
 
 # In this order, so that the minimum over ranks is their common answer: one NO refuses, else one YES is enough.
 NO, YES, ABSTAIN = 0, 1, 2

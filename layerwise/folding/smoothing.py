@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_hooks.across_ranks import raise_together
+from fsdp_hooks.ranks.across_ranks import raise_together
 from layerwise.algorithms.algorithm import Group, Linear, Smoothing, upright
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.folding.folds import Fold, fold, scaled_amaxes, tolerance, verify_outputs

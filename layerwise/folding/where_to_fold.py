@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_hooks.across_ranks import raise_together
+from fsdp_hooks.ranks.across_ranks import raise_together
 from layerwise.folding.probing import Producer, choose, producers_of, propose
 from layerwise.stages.stage import Method, Stage
 from layerwise.stages.targets import stored_transposed

@@ -12,11 +12,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
 
-from dcp_adapters.tables import table
-from dcp_adapters.words import short
+from dcp_adapters.plain.tables import table
+from dcp_adapters.plain.words import short
 from layerwise.formats.candidates import Candidate, LinearGroup, Menu
 from layerwise.formats.solver import choose
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 VERSION = 1
 

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from dcp_adapters.hf.names import fused_key
-from qtensor.float8_delayed import Float8DelayedScaling
-from qtensor.formats import check_shape, registered, specs_of
-from qtensor.recipes import Recipe
+from dcp_adapters.hf.files.names import fused_key
+from qtensor.formats.float8_delayed import Float8DelayedScaling
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import check_shape, registered, specs_of
 
 COMPARE = ("relative", "absolute")
 _EXPERT = re.compile(r"^(.*expert[^.]*)\.\d+\.(.*)$", re.IGNORECASE)  # <path>.experts.<number>.<the rest>

@@ -7,7 +7,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from dcp_adapters.plain_memory import memory_of
+from dcp_adapters.plain.plain_memory import memory_of
 from fsdp_hooks.lazy_bits import resolved
 from layerwise.inputs.calls import is_value, state_of_container
 from layerwise.inputs.stores import is_ordinary

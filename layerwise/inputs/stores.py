@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcp_adapters.plain_memory import memory_of
+from dcp_adapters.plain.plain_memory import memory_of
 from fsdp_hooks.lazy_bits import resolved
 
 INPUTS_ON = ("device", "cpu", "disk")

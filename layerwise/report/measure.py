@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_hooks.across_ranks import device_of
+from fsdp_hooks.ranks.across_ranks import device_of
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.inputs.structure import flatten
 from layerwise.report.report import LinearReport, decibels

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dcp_adapters.tables import table
-from dcp_adapters.words import short
+from dcp_adapters.plain.tables import table
+from dcp_adapters.plain.words import short
 
 VERSION = 1
 _COLUMNS = ("layer", "linear", "tokens", "weight amax", "input amax", "SNR dB", "clip", "alpha", "warning")

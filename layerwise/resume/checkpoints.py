@@ -32,8 +32,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_adapters.stored.durable import sync
-from fsdp_hooks.across_ranks import on_first
+from dcp_adapters.plain.durable import sync
+from fsdp_hooks.ranks.across_ranks import on_first
 from layerwise.resume.fingerprint import Fingerprint
 from layerwise.resume.progress import BACKUP, PROGRESS, WINDOW, Progress, Window, read_progress, write_progress
 from layerwise.resume.window_files import check_usable, first_faults, read_window, write_window

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from fsdp_hooks.across_ranks import on_all
+from fsdp_hooks.ranks.across_ranks import on_all
 from fsdp_hooks.release import VERSION
 
 KINDS = {"batches": int, "recipe": dict, "algorithm": dict, "options": dict, "threads": int, "versions": dict}

@@ -22,8 +22,8 @@ from typing import Any
 
 import xxhash
 
-from dcp_adapters.stored.durable import sync
-from dcp_adapters.words import short
+from dcp_adapters.plain.durable import sync
+from dcp_adapters.plain.words import short
 from layerwise.resume.fingerprint import Fingerprint
 
 FORMAT = 1

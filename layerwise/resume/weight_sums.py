@@ -18,10 +18,10 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.expand import expand_leaf, plain_leaf, quantized_local
-from dcp_adapters.load.placements import placement_problem
-from fsdp_hooks.across_ranks import device_of, is_first, ranks_of
-from fsdp_hooks.digest import GOLDEN, LOW, MIX, MIX_FIRST
+from dcp_adapters.format.expand import expand_leaf, plain_leaf, quantized_local
+from dcp_adapters.format.placements import placement_problem
+from fsdp_hooks.kernels.digest import GOLDEN, LOW, MIX, MIX_FIRST
+from fsdp_hooks.ranks.across_ranks import device_of, is_first, ranks_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -18,8 +18,8 @@ import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_adapters import AtomicFileSystemWriter, QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader
-from dcp_adapters.stored.durable import make_directory, sync_name
-from fsdp_hooks.across_ranks import is_first, on_all, on_first, rank_of, ranks_of
+from dcp_adapters.plain.durable import make_directory, sync_name
+from fsdp_hooks.ranks.across_ranks import is_first, on_all, on_first, rank_of, ranks_of
 from layerwise.resume.progress import Window
 
 PROBE = ".probe-"

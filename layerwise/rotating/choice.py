@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.wrappers import plain_modules, plain_parameters
 from layerwise.rotating.online import named_linears, plain_linear
-from qtensor.input_rotation import is_size
-from qtensor.selection import check_lists, matches, unmatched
+from qtensor.products.input_rotation import is_size
+from qtensor.spec.selection import check_lists, matches, unmatched
 
 # The names of Llama and its relatives in transformers.
 READS = ("*q_proj", "*k_proj", "*v_proj", "*qkv_proj", "*gate_proj", "*up_proj", "*gate_up_proj", "*lm_head")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtensor.input_rotation import hadamard
+from qtensor.products.input_rotation import hadamard
 
 PIECE = 2**22  # elements at a time, in float64
 

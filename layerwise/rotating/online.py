@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from qtensor.input_rotation import MARKER
-from qtensor.selection import matches, unmatched
+from qtensor.products.input_rotation import MARKER
+from qtensor.spec.selection import matches, unmatched
 
 
 def named_linears(

@@ -16,11 +16,11 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from fsdp_hooks.across_ranks import on_all, on_first
-from fsdp_hooks.digest import digests
+from fsdp_hooks.kernels.digest import digests
+from fsdp_hooks.ranks.across_ranks import on_all, on_first
 from layerwise.stages.caller import caller
 from layerwise.stages.stage import Stage
-from qtensor.tensor import QuantizedTensor
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 def check_agreed(group: dist.ProcessGroup | None, told: Mapping[str, Sequence[str]]) -> None:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsdp_hooks.across_ranks import raise_together
-from fsdp_hooks.digest import digest
+from fsdp_hooks.kernels.digest import digest
+from fsdp_hooks.ranks.across_ranks import raise_together
 from layerwise.algorithms.algorithm import CROSS, HESSIAN
 from layerwise.folding.smoothing import smooth
 from layerwise.inputs.replay import Replay
@@ -35,7 +35,7 @@ from layerwise.statistics.key_values import Amaxes, KeyValues
 from layerwise.statistics.statistics import Facts
 from layerwise.weights.rounding import put_values
 from layerwise.weights.snapshot import Snapshot
-from qtensor.tensor import QuantizedTensor
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 @dataclass(frozen=True, eq=False)

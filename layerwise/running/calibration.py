@@ -15,7 +15,7 @@ from layerwise.running.notes import check_notes
 from layerwise.running.outcome import Outcome, outcome_of, placeholders, restored_outcome
 from layerwise.running.run import Run
 from layerwise.stages.stage import Stage
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 
 
 class Calibration(Run[Outcome]):

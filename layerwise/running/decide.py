@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_hooks.across_ranks import raise_together
+from fsdp_hooks.ranks.across_ranks import raise_together
 from layerwise.algorithms.algorithm import CROSS, Group, Inputs, Linear, upright
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.folding.folds import transformed
@@ -30,7 +30,7 @@ from layerwise.stages.targets import agreed_amaxes
 from layerwise.statistics.collector import Collector
 from layerwise.statistics.partners import Partners
 from layerwise.statistics.statistics import Statistics
-from qtensor.tensor import QuantizedTensor
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 Notes = dict[str, Mapping[str, float | str]]
 

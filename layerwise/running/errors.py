@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_hooks.across_ranks import raise_together
+from fsdp_hooks.ranks.across_ranks import raise_together
 from layerwise.algorithms.algorithm import CROSS, HESSIAN, Algorithm, Group, Inputs, Linear, upright
 from layerwise.algorithms.arithmetic import full_precision
 from layerwise.formats.candidates import LinearErrors, Menu, fits
@@ -33,8 +33,8 @@ from layerwise.stages.stage import Method, Stage
 from layerwise.stages.targets import agreed_amaxes
 from layerwise.statistics.key_values import KeyValues
 from layerwise.weights.snapshot import Snapshot
-from qtensor.recipes import Recipe
-from qtensor.tensor import QuantizedTensor
+from qtensor.spec.recipes import Recipe
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 PIECE = 2**24  # elements at a time
 

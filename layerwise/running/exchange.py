@@ -14,9 +14,9 @@ from torch import Tensor
 from layerwise.formats.assignment import Formats, recipe_of
 from layerwise.stages.targets import Target
 from layerwise.weights.rounding import rounded
-from qtensor.formats import format_of, row_multiple, shared_amax, specs_of
-from qtensor.recipes import Recipe
-from qtensor.tensor import QuantizedTensor
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import format_of, row_multiple, shared_amax, specs_of
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 # Of one weight [N, K]: the name of a part, or QUANTIZER and the name of what fixed its scales -> the tensor.
 Entries = dict[str, Tensor]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from layerwise.statistics.key_values import Amaxes
-from qtensor.float8 import Float8CurrentScaling
-from qtensor.formats import encode
+from qtensor.formats.float8 import Float8CurrentScaling
+from qtensor.spec.registry import encode
 
 GRANULARITIES = ("tensor", "head")
 FORMULA = Float8CurrentScaling(granularity="tensor")

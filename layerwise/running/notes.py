@@ -7,7 +7,7 @@ note (`Outcome.to_json`) is compared with the stage that it is about; nothing he
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dcp_adapters.words import listed, short
+from dcp_adapters.plain.words import listed, short
 from layerwise.report.report import LinearReport
 from layerwise.resume.progress import Window
 from layerwise.stages.stage import Stage

@@ -33,8 +33,8 @@ from layerwise.weights.shards import (
     rounded_box,
     store_box,
 )
-from qtensor.high_precision import HighPrecisionWeight
-from qtensor.tensor import QuantizedTensor
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 @dataclass(frozen=True, eq=False)

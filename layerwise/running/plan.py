@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.words import listed
+from dcp_adapters.plain.words import listed
 from fsdp_hooks.unshard import reshard_all
 from fsdp_hooks.wrappers import plain_buffers, plain_modules, plain_parameters, unmerged
 from layerwise.algorithms.algorithm import CROSS, HESSIAN, Algorithm
@@ -35,10 +35,10 @@ from layerwise.stages.tensor_parallel import is_tensor_parallel
 from layerwise.weights.hold import Resident, Sharded, Weights
 from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.shards import check_cuts
-from qtensor.float8 import Float8CurrentScaling
-from qtensor.formats import tensor_wide
-from qtensor.input_rotation import input_rotations
-from qtensor.recipes import Recipe
+from qtensor.formats.float8 import Float8CurrentScaling
+from qtensor.products.input_rotation import input_rotations
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import tensor_wide
 
 
 @dataclass(frozen=True, kw_only=True)

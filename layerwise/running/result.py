@@ -17,10 +17,10 @@ from layerwise.running.outcome import Outcome
 from layerwise.running.plan import Plan
 from layerwise.stages.stage import Stage
 from layerwise.stages.targets import Target
-from qtensor.float8 import Float8CurrentScaling
-from qtensor.formats import block_multiple, encode, tensor_wide
-from qtensor.input_rotation import MARKER, input_rotations, marker
-from qtensor.recipes import Recipe
+from qtensor.formats.float8 import Float8CurrentScaling
+from qtensor.products.input_rotation import MARKER, input_rotations, marker
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import block_multiple, encode, tensor_wide
 
 
 @dataclass(frozen=True, eq=False)

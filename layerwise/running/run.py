@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from fsdp_hooks.across_ranks import any_of, raise_together
+from fsdp_hooks.ranks.across_ranks import any_of, raise_together
 from layerwise.inputs.batches import batches_on
 from layerwise.inputs.collectives import check_kind, check_own_batch, other_kinds
 from layerwise.inputs.evaluating import evaluating

@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from dcp_adapters.words import short
-from fsdp_hooks.across_ranks import any_of
+from dcp_adapters.plain.words import short
+from fsdp_hooks.ranks.across_ranks import any_of
 from layerwise.formats.candidates import LinearErrors, Menu
 from layerwise.inputs.replay import Replay
 from layerwise.resume.checkpoints import CalibrationCheckpoint

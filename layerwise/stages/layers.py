@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from fsdp_hooks.wrappers import plain_modules
-from qtensor.selection import matches
+from qtensor.spec.selection import matches
 
 LISTS = (nn.ModuleList, nn.Sequential)
 

@@ -16,7 +16,7 @@ from layerwise.algorithms.algorithm import Algorithm
 from layerwise.formats.assignment import Formats
 from layerwise.stages.experts import ExpertBlock
 from layerwise.stages.targets import Target
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 Pair = tuple[tuple[str, ...], str, str]  # linears, and the name and kind of what produces their input
 

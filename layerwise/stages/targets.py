@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from dcp_adapters.hf.names import fused_key
+from dcp_adapters.hf.files.names import fused_key
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.wrappers import plain_modules
 from layerwise.formats.assignment import Assignment, Formats, all_recipes, recipe_of
 from layerwise.formats.candidates import Menu
 from layerwise.stages.caller import caller
-from qtensor.float8_delayed import Float8DelayedScaling
-from qtensor.formats import APPEARANCE_DTYPES, check_shape, registered, shared_amax, tensor_wide
-from qtensor.high_precision import HighPrecisionWeight
-from qtensor.recipes import Recipe
-from qtensor.routers import left_alone, routers_of
-from qtensor.selection import check_lists, matches, unmatched
-from qtensor.tensor import QuantizedTensor
+from qtensor.formats.float8_delayed import Float8DelayedScaling
+from qtensor.model.routers import left_alone, routers_of
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import APPEARANCE_DTYPES, check_shape, registered, shared_amax, tensor_wide
+from qtensor.spec.selection import check_lists, matches, unmatched
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 NOTHING = "no module with a weight to quantize (an nn.Linear, a Conv1D of transformers, or experts [E, N, K])"
 OTHERS = "Other layers (embeddings, convolutions) are not calibrated"
@@ -98,7 +98,7 @@ def find_targets(
         model: sharded or not.
         recipe: how they will be quantized; what an assignment leaves dense, or does not name, is no target.
         include: globs over module fqns; every one must match a module with a weight to quantize. Routers, which choose
-            experts (qtensor/routers.py), are taken where a pattern matches nothing else.
+            experts (qtensor/model/routers.py), are taken where a pattern matches nothing else.
         exclude: globs over the fqns of modules to leave out; one that matches nothing warns.
 
     Raises:

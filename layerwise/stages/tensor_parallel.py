@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_hooks.across_ranks import on_all
+from fsdp_hooks.ranks.across_ranks import on_all
 from fsdp_hooks.torch_private import hook_tables
 from layerwise.stages.caller import caller
 from layerwise.stages.cuts import cuts

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_hooks.digest import GOLDEN
+from fsdp_hooks.kernels.digest import GOLDEN
 from fsdp_hooks.lazy_bits import resolved
 from layerwise.stages.caller import caller
 from layerwise.stages.experts import INSTEAD, STACKED_CALL, Expert, ExpertBlock

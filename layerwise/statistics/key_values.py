@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dcp_adapters.words import listed
+from dcp_adapters.plain.words import listed
 from layerwise.stages.attentions import cache_argument
 from layerwise.stages.caller import caller
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from fsdp_hooks.digest import digest
+from fsdp_hooks.kernels.digest import digest
 
 _PLAIN = (Tensor, Parameter)
 

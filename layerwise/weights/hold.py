@@ -22,8 +22,8 @@ from layerwise.stages.stage import Stage
 from layerwise.stages.targets import Target
 from layerwise.weights.own_hooks import KINDS, own_hooks_may_fail
 from layerwise.weights.whole import high_precision, whole
-from qtensor.high_precision import HighPrecisionWeight
-from qtensor.tensor import QuantizedTensor
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 class Weights(Protocol):

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcp_adapters.entry import Entry
-from dcp_adapters.hf.architectures import architecture_of
-from dcp_adapters.hf.reader import HuggingFaceReader
-from dcp_adapters.rotations import blocks_in, has_weight, inputs, rotations_in, weight_beside
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.rotations import blocks_in, has_weight, inputs, rotations_in, weight_beside
+from dcp_adapters.hf.models.architectures import architecture_of
+from dcp_adapters.hf.reading.reader import HuggingFaceReader
 from fsdp_hooks.torch_private import cpu_by_default
 from fsdp_hooks.wrappers import plain_modules
 from layerwise.stages.caller import caller
 from layerwise.stages.stage import Stage
-from qtensor.input_rotation import input_rotations
+from qtensor.products.input_rotation import input_rotations
 
 
 class OnDisk:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from layerwise.algorithms.arithmetic import full_precision
-from qtensor.formats import row_multiple, specs_of
-from qtensor.kernels import encode_under
-from qtensor.recipes import Recipe
-from qtensor.tensor import QuantizedTensor
+from qtensor.numerics.kernels import encode_under
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import row_multiple, specs_of
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 # Elements at a time, unless a row, or a row of square blocks, has more. On the CPU the temporaries of a piece are used
 # again for the next one; those of 2^24 elements would be fresh pages of the system, at three times the time.

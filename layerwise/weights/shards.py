@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dcp_adapters.load.placements import placement_problem
+from dcp_adapters.format.placements import placement_problem
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, dtensor_like, local_of
 from fsdp_hooks.versions import count_writes
 from layerwise.stages.targets import Target
-from qtensor.contents import preserve
-from qtensor.formats import block_multiple, format_of, shared_amax, specs_of
-from qtensor.high_precision import HighPrecisionWeight
-from qtensor.recipes import Recipe
-from qtensor.tensor import QuantizedTensor
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import block_multiple, format_of, shared_amax, specs_of
+from qtensor.tensor.contents import preserve
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 Box = tuple[slice, ...]  # of a weight [N, K] or [E, N, K], one slice for each dim
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_hooks.digest import digest
+from fsdp_hooks.kernels.digest import digest
 from fsdp_hooks.torch_private import local_of
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.stages.caller import caller
 from layerwise.stages.stage import Stage
-from qtensor.tensor import QuantizedTensor
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 class Snapshot:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.versions import count_writes
 from layerwise.stages.stage import Stage
-from qtensor.high_precision import HighPrecisionWeight
-from qtensor.tensor import QuantizedTensor
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 Place = tuple[nn.Module, str]  # the owner of a parameter, and its name there
 

@@ -74,13 +74,13 @@ def test_parts_are_all_mutants_once():
 
 def test_every_module_is_asked_of_tests_that_are_there():
     found = modules(REPO)
-    assert {"qtensor/mxfp8.py", "fsdp_hooks/exchange.py", "dcp_adapters/load/planner.py"} <= set(found)
+    assert {"qtensor/formats/mxfp8.py", "fsdp_hooks/ranks/exchange.py", "dcp_adapters/load/planner.py"} <= set(found)
     for module in found:
         files = files_for(REPO, module)
         assert files, module
         assert all((REPO / file).is_file() for file in files)
-    assert "tests/qtensor/test_batches.py" in files_for(REPO, "qtensor/batches.py")
-    assert "tests/fsdp_hooks/test_exchange.py" in files_for(REPO, "fsdp_hooks/exchange.py")
+    assert "tests/qtensor/test_batches.py" in files_for(REPO, "qtensor/optim/batches.py")
+    assert "tests/fsdp_hooks/test_exchange.py" in files_for(REPO, "fsdp_hooks/ranks/exchange.py")
 
 
 NESTED = """

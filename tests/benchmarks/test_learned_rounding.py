@@ -10,7 +10,7 @@ from benchmarks.learned_rounding_linears import GRID, RECIPE, error, learned_lin
 from layerwise import Max
 from layerwise.algorithms.algorithm import Group, Inputs, Linear
 from layerwise.algorithms.columns import columns_of, rounding_of
-from qtensor.formats import shared_amax
+from qtensor.spec.registry import shared_amax
 
 
 def test_learned_codes_are_neighbours_and_better_than_the_nearest() -> None:

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qtensor.tensor import QuantizedTensor
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 class LiveStorages(TorchDispatchMode):

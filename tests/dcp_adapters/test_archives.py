@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcp_adapters.plain_memory import memory_of
+from dcp_adapters.plain.plain_memory import memory_of
 from dcp_adapters.save import archives
 from dcp_adapters.save.archives import LARGEST, MOST, WIDEST, Frames, frame_of, is_framed
 

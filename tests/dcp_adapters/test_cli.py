@@ -16,10 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_adapters.cli.main import main
-from dcp_adapters.recipe_names import recipe_label, short_names, target_named
+from dcp_adapters.format.recipe_names import recipe_label, short_names, target_named
+from dcp_adapters.plain.tables import table
+from dcp_adapters.plain.words import in_natural_order
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from dcp_adapters.tables import table
-from dcp_adapters.words import in_natural_order
 from qtensor import (
     Float8CurrentScaling,
     Float8DelayedScaling,

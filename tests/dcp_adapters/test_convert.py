@@ -29,9 +29,9 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_adapters import QuantizedLoadPlanner
 from dcp_adapters.load import all_conversions
 from dcp_adapters.load.conversion import Conversion, narrowed, widened_box
-from fsdp_hooks.exchange import RanksDifferError
+from fsdp_hooks.ranks.exchange import RanksDifferError
 from qtensor import high_precision_init_val, quantize, quantized_model_init
-from qtensor.tensor import QuantizedTensor
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 from tests import ranks
 from tests.dcp_adapters.cases import EVERY, alone, assert_holds, bits, held, load, placed, save, values
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from dcp_adapters.checksums import CHECKSUMS, chunk_key, digest_of
-from dcp_adapters.cli.convert_checkpoint import ConversionRefused, EntryStream, convert_checkpoint, plan_conversion
+from dcp_adapters.convert.convert_checkpoint import ConversionRefused, EntryStream, convert_checkpoint, plan_conversion
+from dcp_adapters.format.checksums import CHECKSUMS, chunk_key, digest_of
 from dcp_adapters.stored.checkpoint import CheckpointUnusable, StoredCheckpoint
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import EVERY, RECIPES, alone, bits, held, load, models, placed, save, values
@@ -28,7 +28,7 @@ from tests.dcp_adapters.live_storages import LiveStorages
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from qtensor.tensor import QuantizedTensor
+    from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPE = (96, 64)

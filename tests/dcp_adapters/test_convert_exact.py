@@ -19,7 +19,7 @@ from tests.dcp_adapters.cases import assert_holds, load, placed, save, values
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from qtensor.tensor import QuantizedTensor
+    from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 TENSOR, NVFP4 = Float8CurrentScaling(granularity="tensor"), NVFP4BlockScaling()
 SQUARE = NVFP4BlockScaling(blocks="square")

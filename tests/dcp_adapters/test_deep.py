@@ -19,11 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_adapters import QuantizedSavePlanner, export_hf
 from dcp_adapters.cli.main import main
-from dcp_adapters.entry import Entry
-from dcp_adapters.hf.delayed import history_of
-from dcp_adapters.masters import NAMELESS, OTHER_SHAPE, Masters
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.masters import NAMELESS, OTHER_SHAPE, Masters
+from dcp_adapters.format.soundness import BOTH, FRESH, WRITTEN
+from dcp_adapters.hf.reading.delayed import history_of
 from dcp_adapters.save.unsound import _cut_dims, refuse_mixtures, refuse_unsound
-from dcp_adapters.soundness import BOTH, FRESH, WRITTEN
 from dcp_adapters.stored.deep import CONVERTED
 from dcp_adapters.stored.verify import verify
 from fsdp_hooks.torch_private import make_wrapper

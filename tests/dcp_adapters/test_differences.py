@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_adapters.entry import Entry
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.manifest import Manifest
 from dcp_adapters.load import compare as comparison
 from dcp_adapters.load.compare import TOO_LATE, Target, lacking, recipe_differences, to_convert
 from dcp_adapters.load.together import only_stored
-from dcp_adapters.manifest import Manifest
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
 MX, NV = MXFP8BlockScaling(), NVFP4BlockScaling()

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_adapters import SafeFileSystemReader
-from dcp_adapters.reading.direct_read import Elements
-from dcp_adapters.reading.tensor_archive import FileSlice, read_header
+from dcp_adapters.stored.reading.direct_read import Elements
+from dcp_adapters.stored.reading.tensor_archive import FileSlice, read_header
 from tests.dcp_adapters.cases import alone, bits
 
 SHAPE = (7, 5, 6)

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from fsdp_hooks import sync_scales
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, high_precision_init_val, quantize, quantized_model_init
-from qtensor.contents import initial_value, preserve
-from qtensor.formats import tensor_wide
+from qtensor.spec.registry import tensor_wide
+from qtensor.tensor.contents import initial_value, preserve
 from tests import ranks
 from tests.dcp_adapters.cases import (
     RECIPES,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_adapters.reading import order as read_items
+from dcp_adapters.stored.reading import order as read_items
 from tests import _rank_worker, ranks
 from tests.dcp_adapters.cases import load
 from tests.dcp_adapters.faulty import WORLD, assert_holds, assert_loads, fail_on, full, save_state, state

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.cli.main import main
-from dcp_adapters.hf.layout import KINDS
-from dcp_adapters.recipe_names import recipe_label, target_named
+from dcp_adapters.format.recipe_names import recipe_label, target_named
+from dcp_adapters.hf.layouts.layout import KINDS
 from dcp_adapters.stored.part_values import WITHOUT_NAN, _not_finite, holds_nan
 from dcp_adapters.stored.verify import verify
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
-from qtensor.format import PartSpec
-from qtensor.formats import specs_of
+from qtensor.spec.format import PartSpec
+from qtensor.spec.registry import specs_of
 from tests.dcp_adapters.cases import assert_holds, load, save, values
 from tests.qtensor.foreign import SCALES, foreign_format
 

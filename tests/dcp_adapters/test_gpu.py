@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dcp_adapters import QuantizedStager, checksums
+from dcp_adapters import QuantizedStager
+from dcp_adapters.format import checksums
 from qtensor import quantize
 from tests.dcp_adapters.cases import EVERY, held, load, save, values
 from tests.devices import every_device

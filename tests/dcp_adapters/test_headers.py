@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dcp_adapters import SafeFileSystemReader
-from dcp_adapters.reading import headers
-from dcp_adapters.reading.headers import MOST, Headers
-from dcp_adapters.reading.tensor_archive import FileSlice, Header, read_header
+from dcp_adapters.stored.reading import headers
+from dcp_adapters.stored.reading.headers import MOST, Headers
+from dcp_adapters.stored.reading.tensor_archive import FileSlice, Header, read_header
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, bits, load, save, values
 

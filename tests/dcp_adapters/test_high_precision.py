@@ -27,10 +27,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
-from dcp_adapters.manifest import MANIFEST
+from dcp_adapters.format.manifest import MANIFEST
 from fsdp_hooks import sync_scales
 from qtensor import QuantizedTensor, quantized_model_init
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.dcp_adapters.cases import RECIPES, alone, bits, held, local_of, values
 from tests.ranks import run_ranks
 

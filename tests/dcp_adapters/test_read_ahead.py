@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_adapters import QuantizedLoadPlanner, SafeFileSystemReader
-from dcp_adapters.reading import places, read_ahead
-from dcp_adapters.reading.read_ahead import END, NEAR, STEP, Need, ReadAhead, hints
+from dcp_adapters.stored.reading import places, read_ahead
+from dcp_adapters.stored.reading.read_ahead import END, NEAR, STEP, Need, ReadAhead, hints
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, alone, bits, load, save, values
 

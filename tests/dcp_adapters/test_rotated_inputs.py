@@ -28,12 +28,12 @@ from dcp_adapters import (
     tensor_digests,
 )
 from dcp_adapters.__main__ import main
-from dcp_adapters.entry import Entry
-from dcp_adapters.rotations import rotations_in
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.rotations import rotations_in
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from layerwise import rotate_inputs_
 from qtensor import MXFP8BlockScaling, quantize_
-from qtensor.input_rotation import input_rotations
+from qtensor.products.input_rotation import input_rotations
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

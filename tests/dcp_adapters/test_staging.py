@@ -24,11 +24,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp_adapters import QuantizedSavePlanner, QuantizedStager, expand
-from dcp_adapters.expand import quantized_local
-from dcp_adapters.staging import host_memory
+from dcp_adapters.format.expand import quantized_local
+from dcp_adapters.save.staging import host_memory
 from fsdp_hooks.all_gather import AT_REST, Sharding, ShardRows
 from qtensor import QuantizedTensor, high_precision_init_val, quantize, quantized_model_init
-from qtensor.contents import initial_value
+from qtensor.tensor.contents import initial_value
 from tests.dcp_adapters.cases import (
     RECIPES,
     alone,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_adapters.tiling import tiling_fault
+from dcp_adapters.plain.tiling import tiling_fault
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

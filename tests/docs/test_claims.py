@@ -7,7 +7,7 @@ import re
 import layerwise
 import qtensor
 from layerwise.__main__ import ALGORITHMS
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 from tests.docs.pages import REPO, Page, page
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")

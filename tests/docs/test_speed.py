@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_hooks import compiled
-from fsdp_hooks.compiled import Kernel
+from fsdp_hooks.kernels import compiled
+from fsdp_hooks.kernels.compiled import Kernel
 from qtensor import MasterWeightOptimizer, NVFP4BlockScaling, QuantizedTensor, quantized_model_init, use_kernels
 from tests.docs.pages import namespace, page
 from tests.ranks import run_ranks

@@ -22,7 +22,7 @@ from dcp_adapters import export_hf
 from examples import smollm2
 from layerwise import calibrate
 from qtensor import NVFP4BlockScaling, QuantizedTensor, quantize_
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 LAYERS, TOKENS = 2, 2048
 FACTOR = 2.0

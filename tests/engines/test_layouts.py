@@ -25,7 +25,7 @@ from qtensor import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 from tests.engines.engine import Engine, EngineError, unavailable
 from tests.engines.models import FACTOR, LAYERS, PROMPT, Written, cut_model, error, logits_of, written
 

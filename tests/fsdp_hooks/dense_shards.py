@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks import sync_scales
 from qtensor import QuantizedTensor, quantize
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import (
     RECIPES,
     Net,

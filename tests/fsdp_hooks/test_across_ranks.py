@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_hooks import across_ranks, gathering, scale_sync
+from fsdp_hooks import scale_sync
+from fsdp_hooks.ranks import across_ranks, gathering
 from fsdp_hooks.scale_sync import sum_over_groups
 from tests.ranks import run_ranks
 

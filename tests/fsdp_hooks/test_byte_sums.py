@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp_hooks import byte_sums as module
-from fsdp_hooks.byte_sums import Piece, byte_sums
-from fsdp_hooks.compiled import use_kernels
+from fsdp_hooks.kernels import byte_sums as module
+from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
+from fsdp_hooks.kernels.compiled import use_kernels
 from tests.weight_digests import byte_sum
 
 DTYPES = [

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_hooks import sync_scales
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import RECIPES, K, Net, assert_same_bytes, batch, build, gathered, local, shard
 from tests.ranks import run_ranks
 from tests.recipes import WITH_HISTORY, facts

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from qtensor import QuantizedTensor, quantize, quantized_model_init
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.ranks import run_ranks
 from tests.recipes import MAIN, facts
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from benchmarks.gather_copies import ALL_GATHER, COPY_IN, COPY_OUT, Written, gather_writes, pad_shards
 from fsdp_hooks import sync_scales
 from qtensor import Float8DelayedScaling
-from qtensor.formats import specs_of
+from qtensor.spec.registry import specs_of
 from tests.fsdp_hooks.cases import RECIPES, SQUARE, K, Net, batch, build, local, shard
 from tests.ranks import run_ranks, run_ranks_each
 

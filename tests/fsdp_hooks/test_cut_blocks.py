@@ -23,7 +23,7 @@ from fsdp_hooks import sync_scales, unsharded
 from fsdp_hooks.scale_sync import scales_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_like
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init
-from qtensor.cut_blocks import _cut_blocks, cut_blocks_of
+from qtensor.scales.cut_blocks import _cut_blocks, cut_blocks_of
 from tests import recipes
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, exchanged, local
 from tests.ranks import run_ranks, run_ranks_each

@@ -17,7 +17,7 @@ from qtensor import (
     quantize,
     quantized_model_init,
 )
-from qtensor.contents import initial_value
+from qtensor.tensor.contents import initial_value
 from tests.fsdp_hooks.cases import RECIPES, assert_same_bytes, assert_same_snapshot, exchanged, pack, snapshot, unpack
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 from tests.recipes import WITH_HISTORY

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dcp_adapters.streams import link
-from fsdp_hooks.across_ranks import device_of
 from fsdp_hooks.devices import same_device, this_device
-from qtensor import MXFP8BlockScaling, QuantizedTensor, stochastic
-from qtensor.formats import specs_of
+from fsdp_hooks.ranks.across_ranks import device_of
+from qtensor import MXFP8BlockScaling, QuantizedTensor
+from qtensor.ops import stochastic
+from qtensor.spec.registry import specs_of
 
 MXFP8 = MXFP8BlockScaling()
 SPECS = specs_of(MXFP8)

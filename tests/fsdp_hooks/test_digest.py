@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_hooks.compiled import use_kernels
-from fsdp_hooks.digest import digest, digests
+from fsdp_hooks.kernels.compiled import use_kernels
+from fsdp_hooks.kernels.digest import digest, digests
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
@@ -79,9 +79,9 @@ def test_digests_of_many_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> N
     assert digests(groups).tolist() == expected
     assert bits(large.t()) == bits(large.t().contiguous())
     assert bits(groups[3][0], groups[3][1]) == bits(groups[3][0].clone(), groups[3][1])
-    monkeypatch.setattr("fsdp_hooks.digest.STACK", 1)
+    monkeypatch.setattr("fsdp_hooks.kernels.digest.STACK", 1)
     assert digests(groups).tolist() == expected
-    monkeypatch.setattr("fsdp_hooks.digest.EAGER", 2048)
+    monkeypatch.setattr("fsdp_hooks.kernels.digest.EAGER", 2048)
     assert digests(groups).tolist() == expected
 
 
@@ -116,7 +116,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_no_copy_of_a_large_tensor_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_hooks.digest.EAGER", 4096)
+    monkeypatch.setattr("fsdp_hooks.kernels.digest.EAGER", 4096)
     large = torch.randn(2**18)
     with use_kernels("eager"), Operations() as operations:
         digest([large])

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
-from fsdp_hooks import exchange, sync_scales
-from fsdp_hooks.exchange import Channel, RanksDifferError, channel_of, in_order, largest
+from fsdp_hooks import sync_scales
+from fsdp_hooks.ranks import exchange
+from fsdp_hooks.ranks.exchange import Channel, RanksDifferError, channel_of, in_order, largest
 from qtensor import (
     Float8CurrentScaling,
     MasterWeightOptimizer,
@@ -27,8 +28,8 @@ from qtensor import (
     quantized_model_init,
     stochastic_rounding,
 )
-from qtensor.formats import tensor_wide
-from qtensor.loading import quantize_dense_entries
+from qtensor.model.loading import quantize_dense_entries
+from qtensor.spec.registry import tensor_wide
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, exchanged, local, mesh_of
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 from tests.recipes import ROW, WITH_HISTORY, facts

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from fsdp_hooks.gathering import Gathering, cut_of
+from fsdp_hooks.ranks.gathering import Gathering, cut_of
 from tests.fsdp_hooks.cases import Collectives, bits
 from tests.ranks import run_ranks
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_hooks import sync_scales, unsharded
 from qtensor import QuantizedTensor, quantize, quantized_model_init
-from qtensor.formats import specs_of
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.spec.registry import specs_of
 from tests.fsdp_hooks.cases import (
     HANDS,
     RECIPES,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import (
     HANDS,
     RECIPES,

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from fsdp_hooks import unsharded
 from qtensor import MasterWeightOptimizer, quantized_model_init
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 from tests.ranks import run_ranks
 from tests.recipes import ROW
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantize_, quantized_model_init
-from qtensor.formats import tensor_wide
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.spec.registry import tensor_wide
 from tests.fsdp_hooks.cases import (
     HANDS,
     RECIPES,

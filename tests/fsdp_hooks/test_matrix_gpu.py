@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.devices import told_of_waits
 from tests.fsdp_hooks.cases import RECIPES, Net, assert_same_bytes, batch, build, local, rows_for
 from tests.ranks import run_ranks, run_ranks_each

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_hooks import unsharded
 from qtensor import QuantizedTensor
-from qtensor.formats import specs_of
+from qtensor.spec.registry import specs_of
 from tests.fsdp_hooks.cases import (
     RECIPES,
     Collectives,

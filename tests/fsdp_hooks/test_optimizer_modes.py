@@ -21,7 +21,7 @@ from tests.ranks import run_ranks, run_ranks_catching
 from tests.recipes import MAIN, ROW, WITH_HISTORY
 
 if TYPE_CHECKING:
-    from qtensor.recipes import Recipe
+    from qtensor.spec.recipes import Recipe
 
 BETA = 0.9
 SWITCHES = ("step", "step", "eval", "eval", "train", "step", "eval", "train", "train", "step")

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks import sync_scales
 from qtensor import QuantizedTensor, stochastic_rounding
-from qtensor.formats import tensor_wide
+from qtensor.spec.registry import tensor_wide
 from tests.fsdp_hooks.cases import (
     RECIPES,
     TENSOR_WIDE,

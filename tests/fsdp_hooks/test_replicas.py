@@ -12,15 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, replicas
-from qtensor.replicas import PIECES, Replicas, _who
+from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling
+from qtensor.optim import replicas
+from qtensor.optim.replicas import PIECES, Replicas, _who
 from tests.fsdp_hooks.cases import Collectives, Net, batch, bits, build, local, mesh_of, shard, snapshot
 from tests.ranks import run_ranks, run_ranks_catching
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-    from qtensor.recipes import Recipe
+    from qtensor.spec.recipes import Recipe
 
 ROWS = (64, 33)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_hooks import sync_scales, unsharded
 from fsdp_hooks.scale_sync import parameters_at_rest
 from qtensor import MasterWeightOptimizer, high_precision_init_val, quantize, quantized_model_init
-from qtensor.formats import tensor_wide
+from qtensor.spec.registry import tensor_wide
 from tests.fsdp_hooks.cases import (
     HANDS,
     RECIPES,

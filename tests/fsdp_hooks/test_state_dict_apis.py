@@ -30,8 +30,8 @@ from qtensor import (
     quantize_,
     quantized_model_init,
 )
-from qtensor.formats import tensor_wide
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.spec.registry import tensor_wide
 from tests.fsdp_hooks.cases import (
     HANDS,
     RECIPES,

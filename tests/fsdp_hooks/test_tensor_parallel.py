@@ -32,8 +32,8 @@ from torch.distributed.tensor.parallel import (
 from dcp_adapters import expand
 from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init
-from qtensor.formats import tensor_wide
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.spec.registry import tensor_wide
 from tests.fsdp_hooks.cases import HANDS, RECIPES, TENSOR_WIDE, Collectives, assert_same_bytes, exchanged, local
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 from tests.recipes import facts
@@ -512,7 +512,7 @@ class Layer(nn.Module):
 
 def _quantizes_its_inputs(name: str, dp: int) -> None:
     """Column-parallel: the columns of one process. Row-parallel: each rank quantizes its piece of every token."""
-    from qtensor.products import product
+    from qtensor.products.dynamic import product
 
     recipe = dataclasses.replace(RECIPES[name], activations="dynamic")
     mesh = mesh_2d(dp, 2)

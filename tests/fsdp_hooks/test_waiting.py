@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dcp_adapters import HeldVersion, WeightStream, digest, export_hf, import_hf
-from fsdp_hooks import waiting
-from fsdp_hooks.across_ranks import ALONE, chosen_ranks, global_ranks, rank_of, ranks_of
+from fsdp_hooks.ranks import waiting
+from fsdp_hooks.ranks.across_ranks import ALONE, chosen_ranks, global_ranks, rank_of, ranks_of
 from layerwise import calibrate
 from qtensor import MXFP8BlockScaling, quantize_
 from tests.ranks import run_ranks, run_ranks_each

@@ -1,8 +1,8 @@
 """The Triton code that torch.compile makes of a kernel for a GPU that is not there, and what it launches.
 
-A kernel (`fsdp_hooks.compiled.Kernel`) is compiled as it is for a GPU, by dynamo and inductor, for tensors that say
-that they are on one. inductor then calls its own code, which allocates and launches; this goes to tensors in the CPU's
-memory, and each launch to whoever asks (`Launching`):
+A kernel (`fsdp_hooks.kernels.compiled.Kernel`) is compiled as it is for a GPU, by dynamo and inductor, for tensors
+that say that they are on one. inductor then calls its own code, which allocates and launches; this goes to tensors
+in the CPU's memory, and each launch to whoever asks (`Launching`):
 
     Kernel(*args)  ->  dynamo  ->  inductor's code  ->  TritonKernel.run(*args)  ->  launch(kernel, args)
 
@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.gpu_offline.written import WrittenKernel, launches_go_to
 
 if TYPE_CHECKING:
-    from fsdp_hooks.compiled import Kernel
+    from fsdp_hooks.kernels.compiled import Kernel
 
 # Nothing may come from a cache: what stands there was made by other code, or for a GPU that is there.
 SETTINGS = {

@@ -164,14 +164,14 @@ def _on_gpu(by_hand: bool) -> Iterator[None]:
 
 
 def _encode(x: Tensor, recipe: Any, amax: Tensor | None, by_hand: bool) -> dict[str, Tensor]:
-    from qtensor import kernels
+    from qtensor.numerics import kernels
 
     with _on_gpu(by_hand):
         return kernels.encode(x, recipe, amax)
 
 
 def _decode(parts: dict[str, Tensor], recipe: Any, dtype: torch.dtype, by_hand: bool) -> Tensor:
-    from qtensor import kernels
+    from qtensor.numerics import kernels
 
     with _on_gpu(by_hand):
         return kernels.decode(parts, recipe, dtype)

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fsdp_hooks.compiled import Kernel, use_kernels
-from qtensor import QuantizedTensor, kernels, quantize
-from qtensor.contents import write
-from qtensor.formats import tensor_wide
+from fsdp_hooks.kernels.compiled import Kernel, use_kernels
+from qtensor import QuantizedTensor, quantize
+from qtensor.numerics import kernels
+from qtensor.spec.registry import tensor_wide
+from qtensor.tensor.contents import write
 from tests.gpu_offline.assembled import Program, assembled, assembled_by_hand, blocks_of
 from tests.gpu_offline.emitted import Launching, TritonKernel
 from tests.gpu_offline.written import WrittenKernel

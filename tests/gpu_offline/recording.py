@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qtensor import QuantizedTensor
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.gpu_offline.ordering import HOST, Allocated, Entry, Freed, HostWaited, Lent, Ran, Recorded, Waited
 
 PACKAGES = ("fsdp_hooks", "qtensor", "dcp_adapters", "layerwise", "torch/distributed/fsdp", "tests")
@@ -222,7 +222,7 @@ def _waits(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _where() -> str:
-    """The innermost frame of the packages, or of FSDP2: `qtensor/optim.py step`."""
+    """The innermost frame of the packages, or of FSDP2: `qtensor/optim/master_weights.py step`."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_hooks import compiled
-from fsdp_hooks.compiled import Kernel
+from fsdp_hooks.kernels import compiled
+from fsdp_hooks.kernels.compiled import Kernel
 from tests.gpu_offline.emitted import Launching, TritonKernel
 
 seen: list[TritonKernel] = []

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import filesystem
 
 import qtensor as qt
-from dcp_adapters import QuantizedSavePlanner, checksums
+from dcp_adapters import QuantizedSavePlanner
+from dcp_adapters.format import checksums
 from tests.gpu_offline.ordering import Entry, copies_to_host, faults_of, waits_of_host
 from tests.gpu_offline.recording import recorded
 

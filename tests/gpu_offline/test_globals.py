@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 
-import qtensor.triton_kernels
-from qtensor import kernels
+import qtensor.numerics.triton_kernels
+from qtensor.numerics import kernels
 from tests.gpu_offline.recipes import RECIPES
 
 MISSING = object()
@@ -26,7 +26,9 @@ def functions() -> dict[str, Any]:
     from triton.runtime.jit import JITFunction
 
     found: dict[str, Any] = {}
-    for module in pkgutil.iter_modules(qtensor.triton_kernels.__path__, f"{qtensor.triton_kernels.__name__}."):
+    for module in pkgutil.iter_modules(
+        qtensor.numerics.triton_kernels.__path__, f"{qtensor.numerics.triton_kernels.__name__}."
+    ):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, JITFunction):
                 found[f"{value.__module__}.{value.__name__}"] = value
@@ -51,10 +53,13 @@ def test_every_global_equals_itself_and_is_a_constant() -> None:
     import triton.language as tl
 
     found = functions()
-    assert {"qtensor.triton_kernels.mxfp8._decode", "qtensor.triton_kernels.fp8.e4m3_value"} <= found.keys()
+    assert {
+        "qtensor.numerics.triton_kernels.mxfp8._decode",
+        "qtensor.numerics.triton_kernels.fp8.e4m3_value",
+    } <= found.keys()
     assert {name: changed(function) for name, function in found.items() if changed(function)} == {}
     kinds = {name: type(was) for function in found.values() for name, (was, _) in named(function).items()}
-    assert kinds["qtensor.triton_kernels.pairs.NAN_BITS"] is tl.constexpr
+    assert kinds["qtensor.numerics.triton_kernels.pairs.NAN_BITS"] is tl.constexpr
     # what is no tl.constexpr a kernel may not read; dtypes of Triton's own language are constants, too
     assert {name: kind for name, kind in kinds.items() if not issubclass(kind, tl.constexpr | tl.dtype)} == {}
 
@@ -62,10 +67,10 @@ def test_every_global_equals_itself_and_is_a_constant() -> None:
 def test_a_nan_among_them_is_found() -> None:
     import triton.language as tl
 
-    function = functions()["qtensor.triton_kernels.fp8.e4m3_value"]
+    function = functions()["qtensor.numerics.triton_kernels.fp8.e4m3_value"]
     with mock.patch.dict(function.__globals__, {"NAN_BITS": tl.constexpr(float("nan"))}):
         again = type(function)(function.fn)
-        assert changed(again) == ["qtensor.triton_kernels.fp8.NAN_BITS"]
+        assert changed(again) == ["qtensor.numerics.triton_kernels.fp8.NAN_BITS"]
         with pytest.raises(RuntimeError, match="Global variable NAN_BITS has changed since we compiled this kernel"):
             launched(again, (torch.empty(16, dtype=torch.uint8),), {})
 

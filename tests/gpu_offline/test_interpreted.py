@@ -17,16 +17,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qtensor import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Int4GroupScaling,
-    MXFP4BlockScaling,
-    MXFP8BlockScaling,
-    kernels,
-)
-from qtensor.blocks import row_amax
-from qtensor.formats import encode, shared_amax, specs_of
+from qtensor import Float8BlockScaling, Float8CurrentScaling, Int4GroupScaling, MXFP4BlockScaling, MXFP8BlockScaling
+from qtensor.numerics import kernels
+from qtensor.spec.blocks import row_amax
+from qtensor.spec.registry import encode, shared_amax, specs_of
 from tests.gpu_offline.interpreted import Interpreter
 from tests.gpu_offline.recipes import RECIPES
 
@@ -235,7 +229,7 @@ def decoded(parts: dict[str, Tensor], recipe: Any) -> Tensor:
 
 
 def test_tiles_that_32_bits_do_not_count_are_left_to_inductor() -> None:
-    from qtensor.triton_kernels import float8, launching  # which import Triton
+    from qtensor.numerics.triton_kernels import float8, launching  # which import Triton
 
     assert launching.tiles(16, 2**24, 16, 64, 8) == 2**24 // 4
     with pytest.raises(OverflowError, match=r"^square blocks of 16 rows of 16777217 blocks each"):

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import qtensor as qt
-from dcp_adapters.staging.stager import QuantizedStager, Survey
+from dcp_adapters.save.staging.stager import QuantizedStager, Survey
 from fsdp_hooks import sync_scales
 from fsdp_hooks.torch_private import local_of
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.gpu_offline.ordering import Entry
 from tests.gpu_offline.recording import recorded
 

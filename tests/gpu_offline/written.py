@@ -1,4 +1,4 @@
-"""Kernels written by hand for GPUs (qtensor/triton_kernels), launched where there is none.
+"""Kernels written by hand for GPUs (qtensor/numerics/triton_kernels), launched where there is none.
 
     Kernel.by_hand(*args)  ->  the product's launch  ->  JITFunction.run(*args)  ->  launch(WrittenKernel, args)
 
@@ -67,7 +67,7 @@ def specialized(given: dict[str, Any]) -> tuple[dict[str, str], dict[str, list[A
 @contextlib.contextmanager
 def launches_go_to(launch: Callable[[WrittenKernel, tuple[Any, ...]], None]) -> Iterator[None]:
     """Inside, kernels written by hand are launched by this function, whatever device their arguments are on."""
-    from qtensor.triton_kernels import nvfp4
+    from qtensor.numerics.triton_kernels import nvfp4
 
     kind = type(nvfp4._encode)  # another where Triton interprets
     run = kind.run

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import Group, Inputs, Linear, Smoothing
-from qtensor.formats import encode, format_of, shared_amax
+from qtensor.spec.registry import encode, format_of, shared_amax
 
 K = 64
 

@@ -16,7 +16,7 @@ from dcp_adapters import export_hf
 from fsdp_hooks import unsharded
 from fsdp_hooks.torch_private import local_of
 from qtensor import QuantizedTensor, quantized_model_init
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.layerwise.models import (
     ALGORITHMS,
     RECIPES,

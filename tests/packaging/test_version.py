@@ -14,7 +14,7 @@ from dcp_adapters import WeightStream, export_hf
 from fsdp_hooks.release import VERSION
 from layerwise import calibrate
 from qtensor import MXFP8BlockScaling, quantize_
-from qtensor.graph_key import code_digest
+from qtensor.numerics.graph_key import code_digest
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor import formats
-from qtensor.blocks import finite_magnitude, tile
-from qtensor.format import Format, PartSpec
-from qtensor.formats import register, specs_of
-from qtensor.recipes import Recipe, check_choice
-from qtensor.tensor import QuantizedTensor
+from qtensor.spec import registry as formats
+from qtensor.spec.blocks import finite_magnitude, tile
+from qtensor.spec.format import Format, PartSpec
+from qtensor.spec.recipes import Recipe, check_choice
+from qtensor.spec.registry import register, specs_of
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 BLOCK = 128
 SCALES = {"bytes": torch.uint8, "bf16": torch.bfloat16, "tail": torch.uint8}

@@ -15,7 +15,7 @@ from qtensor import (
     quantize,
     quantized_model_init,
 )
-from qtensor.contents import initial_value, preserve
+from qtensor.tensor.contents import initial_value, preserve
 from tests.qtensor.recipes_under_test import every_recipe, same_parts, weight
 
 TENSOR_WIDE = Float8CurrentScaling(granularity="tensor")

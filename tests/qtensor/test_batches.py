@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qtensor import MasterWeightOptimizer, QuantizedTensor, batches, quantize, use_kernels
-from qtensor.agreement import flat_amax
-from qtensor.contents import preserve, write
+from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, use_kernels
+from qtensor.optim import batches
+from qtensor.scales.agreement import flat_amax
+from qtensor.tensor.contents import preserve, write
 from tests.qtensor.recipes_under_test import RECIPES, every_recipe, same_parts, weight
 from tests.recipes import facts
 

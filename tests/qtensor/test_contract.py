@@ -19,7 +19,7 @@ from qtensor import (
     QuantizedTensor,
     quantize,
 )
-from qtensor.formats import encode, format_of, shared_amax, tensor_wide
+from qtensor.spec.registry import encode, format_of, shared_amax, tensor_wide
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
     RECIPES,

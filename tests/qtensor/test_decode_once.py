@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from qtensor import MXFP8BlockScaling, QuantizedTensor, decode_once, kernels, quantize
+from qtensor import MXFP8BlockScaling, QuantizedTensor, decode_once, quantize
+from qtensor.numerics import kernels
 from tests.qtensor.recipes_under_test import every_main_recipe, same_bytes, weight
 
 

@@ -15,7 +15,7 @@ from qtensor import (
     quantize,
     quantized_model_init,
 )
-from qtensor.tensor import OPS
+from qtensor.tensor.quantized_tensor import OPS
 from tests.ranks import run_ranks
 from tests.recipes import ROW
 

@@ -9,14 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qtensor import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    emulation,
-    quantize,
-)
+from qtensor import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from qtensor.products import emulation
 
 RECIPES: list[Any] = [
     Float8BlockScaling(activations="dynamic"),

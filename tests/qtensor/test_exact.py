@@ -25,11 +25,11 @@ from qtensor import (
     MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
-    exact,
     quantize,
     quantized_model_init,
 )
-from qtensor.tensor import QuantizedTensor
+from qtensor.numerics import exact
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 from tests.recipes import E2M1, E4M3, E5M2, TABLE, Element, facts
 
 ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from qtensor.fineness import ORIGIN, fineness, fits
+from qtensor.numerics.fineness import ORIGIN, fineness, fits
 
 MANTISSA = 3
 ENDS = [2.0**-149, 3 * 2.0**-149, 2.0**-127, 2.0**-126, 1.0, 1.5, 15.0, 17.0, 448.0, 2.0**127, float(2**24 - 1)]

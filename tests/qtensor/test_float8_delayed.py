@@ -26,7 +26,7 @@ from qtensor import (
     quantize,
     quantized_model_init,
 )
-from qtensor.contents import write
+from qtensor.tensor.contents import write
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, batch, build, local, shard
 from tests.qtensor.recipes_under_test import same_bytes, same_parts, weight
 from tests.ranks import run_ranks, run_ranks_catching

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_hooks.compiled import COMPILED_FROM
+from fsdp_hooks.kernels.compiled import COMPILED_FROM
 from qtensor import quantize, use_kernels
-from qtensor.formats import encode, format_of
+from qtensor.spec.registry import encode, format_of
 from tests.qtensor.foreign import SCALES, foreign_format
 from tests.qtensor.recipes_under_test import same_bytes, weight
 

@@ -22,8 +22,8 @@ from qtensor import (
     QuantizedTensor,
     quantize,
 )
-from qtensor.blocks import canonical_nan
-from qtensor.formats import encode, format_of, shared_amax
+from qtensor.spec.blocks import canonical_nan
+from qtensor.spec.registry import encode, format_of, shared_amax
 from tests.qtensor.recipes_under_test import raw, same_bytes
 
 GOLDEN_RECIPES: dict[str, Any] = {  # spelled out, for the files do not change with the recipes that tests share

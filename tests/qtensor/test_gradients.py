@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_hooks.compiled import use_kernels
-from qtensor import MXFP8BlockScaling, QuantizedTensor, gradients, mxfp8, quantize
-from qtensor.formats import format_of
-from qtensor.gradients import kinds_of, turned
-from qtensor.products import product, quantized_rows, scaled_mm_support
+from fsdp_hooks.kernels.compiled import use_kernels
+from qtensor import MXFP8BlockScaling, QuantizedTensor, quantize
+from qtensor.formats import mxfp8
+from qtensor.products import gradients
+from qtensor.products.dynamic import product, quantized_rows, scaled_mm_support
+from qtensor.products.gradients import kinds_of, turned
+from qtensor.spec.registry import format_of
 from tests.qtensor.low_precision_backward import (
     FLOAT8,
     MXFP8,

@@ -31,11 +31,11 @@ from qtensor import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
-    graph_key,
     quantize,
     quantized_model_init,
 )
-from qtensor.graph_key import HERE, THIS_CODE, KeyTag, code_digest
+from qtensor.numerics import graph_key
+from qtensor.numerics.graph_key import HERE, THIS_CODE, KeyTag, code_digest
 from tests.qtensor.recipes_under_test import DELAYED, MAIN, RECIPES
 from tests.ranks import run_ranks
 from tests.torch_versions.release import RELEASE
@@ -157,7 +157,7 @@ def test_the_key_changes_with_our_code(tmp_path: Path) -> None:
     assert before == code_digest(HERE)
     assert code_digest(HERE) in parameter()._stable_hash_for_caching()
     assert code_digest(HERE) in in_high_precision(MXFP8BlockScaling())._stable_hash_for_caching()
-    file = copies[0] / "codecs" / "e2m1.py"
+    file = copies[0] / "spec" / "codecs" / "e2m1.py"
     file.write_text(file.read_text().replace("4.0", "5.0") + "\n")
     code_digest.cache_clear()
     assert code_digest(copies) != before

@@ -22,8 +22,8 @@ from qtensor import (
     quantize_,
     quantized_model_init,
 )
-from qtensor.formats import tensor_wide
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.spec.registry import tensor_wide
 from tests.qtensor.recipes_under_test import RECIPES, same_bytes, same_parts, weight
 
 ROWS, COLUMNS = 64, 96

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_hooks import unsharded
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, quantize_
-from qtensor.input_rotation import InputRotation, input_rotations, rotate_inputs_of
+from qtensor.products.input_rotation import InputRotation, input_rotations, rotate_inputs_of
 from tests.ranks import run_ranks
 
 BLOCK = 16

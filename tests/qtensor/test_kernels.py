@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_hooks import compiled
-from fsdp_hooks.compiled import Kernel
-from qtensor import Int4GroupScaling, QuantizedTensor, kernels, quantize, tiles, triton_kernels, use_kernels
-from qtensor.contents import write
-from qtensor.formats import encode, format_of, keeps_history, shared_amax, tensor_wide
+from fsdp_hooks.kernels import compiled
+from fsdp_hooks.kernels.compiled import Kernel
+from qtensor import Int4GroupScaling, QuantizedTensor, quantize, use_kernels
+from qtensor.numerics import kernels, tiles, triton_kernels
+from qtensor.spec.registry import encode, format_of, keeps_history, shared_amax, tensor_wide
+from qtensor.tensor.contents import write
 from tests.qtensor.recipes_under_test import DELAYED, RECIPES, every_recipe, same_bytes, weight
 from tests.recipes import MAIN, facts
 
@@ -497,7 +498,7 @@ def test_code_for_a_cpu_says_for_which_vectors(
 
 DOUBLED = """
 import torch
-from fsdp_hooks.compiled import Kernel, use_kernels
+from fsdp_hooks.kernels.compiled import Kernel, use_kernels
 from torch._dynamo.utils import counters
 use_kernels("compiled")
 x = torch.arange(1000.0)

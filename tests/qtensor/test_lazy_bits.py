@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-import fsdp_hooks.digest
-from fsdp_hooks.byte_sums import Piece, byte_sums
-from fsdp_hooks.compiled import Kernel
+import fsdp_hooks.kernels.digest
+from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
+from fsdp_hooks.kernels.compiled import Kernel
 from fsdp_hooks.lazy_bits import is_lazy
 from qtensor import (
     Float8DelayedScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizedTensor,
-    kernels,
     quantize,
     stochastic_rounding,
     use_kernels,
 )
-from qtensor.formats import format_of
-from qtensor.high_precision import HighPrecisionWeight
-from qtensor.tensor import OPS
+from qtensor.numerics import kernels
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.spec.registry import format_of
+from qtensor.tensor.quantized_tensor import OPS
 from tests.qtensor.recipes_under_test import every_recipe, same_bytes, same_parts, weight
 
 MXFP8, NVFP4 = MXFP8BlockScaling(), NVFP4BlockScaling()
@@ -198,7 +198,9 @@ def test_zeros_without_memory_and_complex_values_are_what_they_are_in_dense_tens
     q.copy_(zeros)
     assert not q.dequantize().any()
     assert same_parts(quantize(zeros, MXFP8), quantize(torch.zeros(64, 96), MXFP8))
-    assert int(fsdp_hooks.digest.digest([zeros])) == int(fsdp_hooks.digest.digest([torch.zeros(64, 96)]))
+    assert int(fsdp_hooks.kernels.digest.digest([zeros])) == int(
+        fsdp_hooks.kernels.digest.digest([torch.zeros(64, 96)])
+    )
     x = torch.complex(weight(64, 96, torch.float32), torch.ones(64, 96)).conj()
     with pytest.warns(UserWarning, match="discards the imaginary part"):
         q.copy_(x)
@@ -238,7 +240,7 @@ def test_no_kernel_gets_a_tensor_with_a_lazy_bit(monkeypatch: pytest.MonkeyPatch
 def test_digests_and_sums_of_bytes_are_those_of_the_values(rows: int) -> None:
     values = weight(rows, 96, torch.float32)
     x = lazy("neg", values)
-    assert int(fsdp_hooks.digest.digest([x])) == int(fsdp_hooks.digest.digest([values]))
+    assert int(fsdp_hooks.kernels.digest.digest([x])) == int(fsdp_hooks.kernels.digest.digest([values]))
     assert torch.equal(*(byte_sums([Piece.whole(one)]) for one in (x, values)))
 
 

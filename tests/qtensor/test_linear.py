@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
-from qtensor.products import product, quantized_rows
+from qtensor.products.dynamic import product, quantized_rows
 from tests.qtensor.recipes_under_test import RECIPES, every_main_recipe, same_bytes, weight
 from tests.qtensor.test_products import accumulation_bound, decoded
 

@@ -19,11 +19,11 @@ from qtensor import (
     MasterWeightOptimizer,
     MXFP8BlockScaling,
     QuantizedTensor,
-    lost_updates,
     quantize,
     quantized_model_init,
     stochastic_rounding,
 )
+from qtensor.ops import lost_updates
 from tests.docs.pages import page
 from tests.qtensor.recipes_under_test import every_main_recipe, main_recipes, same_parts, weight
 

@@ -26,7 +26,7 @@ from qtensor import (
     quantized_model_init,
     share_scales,
 )
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.qtensor.recipes_under_test import main_recipes, same_parts, weight
 
 MXFP8 = MXFP8BlockScaling()

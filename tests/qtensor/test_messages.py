@@ -22,9 +22,9 @@ from qtensor import (
     quantize_,
     quantized_model_init,
 )
-from qtensor.formats import register
-from qtensor.ops import implements
-from qtensor.recipes import Recipe
+from qtensor.ops.table import implements
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import register
 
 MXFP8 = MXFP8BlockScaling()
 MXFP8_TEXT = "MXFP8BlockScaling(element='e4m3', blocks='row', scale_rounding='up')"

@@ -25,7 +25,7 @@ from qtensor import (
     quantize_,
     quantized_model_init,
 )
-from qtensor.formats import tensor_wide
+from qtensor.spec.registry import tensor_wide
 from tests.qtensor.recipes_under_test import RECIPES, main_recipes, same_bytes, same_parts, tensor_wide_recipes, weight
 
 MXFP8 = MXFP8BlockScaling()

@@ -26,7 +26,7 @@ from qtensor import (
     QuantizedTensor,
     quantize,
 )
-from qtensor.formats import adopt, format_of, tensor_wide
+from qtensor.spec.registry import adopt, format_of, tensor_wide
 from tests.qtensor.recipes_under_test import (
     FP32_SLACK,
     RECIPES,

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qtensor import MasterWeightOptimizer, QuantizedTensor, inner_step, masters, quantize
-from qtensor.masters import copy_many, in_fp32
+from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize
+from qtensor.optim import inner_step, masters
+from qtensor.optim.masters import copy_many, in_fp32
 from tests.qtensor.recipes_under_test import same_bytes
 from tests.recipes import ROW
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize, stochastic_rounding
-from qtensor.own_scales import OwnScales
+from qtensor.numerics.own_scales import OwnScales
 from tests.recipes import TABLE
 
 ROWS, COLUMNS = 128, 256

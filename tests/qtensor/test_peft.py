@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize, quantized_model_init
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.qtensor.recipes_under_test import every_main_recipe, main_recipes, same_parts, weight
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks

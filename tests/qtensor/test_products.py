@@ -22,13 +22,12 @@ from qtensor import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizedTensor,
-    mxfp8,
-    nvfp4,
-    products,
     quantize,
 )
-from qtensor.formats import format_of
-from qtensor.products import product, quantized_rows, scaled_mm_support, swizzled
+from qtensor.formats import mxfp8, nvfp4
+from qtensor.products import dynamic as products
+from qtensor.products.dynamic import product, quantized_rows, scaled_mm_support, swizzled
+from qtensor.spec.registry import format_of
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, raw, same_bytes, tensor_wide_recipes, weight
 from tests.recipes import MAIN
 from tests.torch_versions.release import RELEASE

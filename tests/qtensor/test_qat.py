@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtensor import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize, quantized_model_init
-from qtensor.formats import format_of
-from qtensor.products import quantized_rows
+from qtensor.products.dynamic import quantized_rows
+from qtensor.spec.registry import format_of
 from tests.qtensor.recipes_under_test import all_recipes, same_bytes, weight
 
 both_activations = pytest.mark.parametrize("activations", [None, "dynamic"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qtensor import Float8DelayedScaling, NVFP4BlockScaling
-from qtensor.formats import encode, format_of, shared_amax
+from qtensor.spec.registry import encode, format_of, shared_amax
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, every_recipe, same_bytes, weight
 from tests.recipes import facts
 

@@ -24,7 +24,7 @@ from qtensor import (
     QuantizedTensor,
     quantize,
 )
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 from tests.dcp_adapters.cases import load, save
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, same_parts, weight
 from tests.recipes import HANDS, MAIN, facts

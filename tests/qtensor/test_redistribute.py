@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from qtensor import Float8CurrentScaling, NVFP4BlockScaling, QuantizedTensor, quantize
-from qtensor.redistribute import scatter
+from qtensor.ops.redistribute import scatter
 from tests.qtensor.recipes_under_test import same_bytes, weight
 from tests.ranks import run_ranks
 

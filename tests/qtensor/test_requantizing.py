@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtensor import Float8CurrentScaling, Float8DelayedScaling, MasterWeightOptimizer, kernels, quantize
-from qtensor.float8_delayed import history_fault
-from qtensor.own_scales import elements_of
-from qtensor.requantizing import MasterCheck, differing_bytes
+from qtensor import Float8CurrentScaling, Float8DelayedScaling, MasterWeightOptimizer, quantize
+from qtensor.formats.float8_delayed import history_fault
+from qtensor.numerics import kernels
+from qtensor.numerics.own_scales import elements_of
+from qtensor.numerics.requantizing import MasterCheck, differing_bytes
 from tests.recipes import TABLE
 
 ROWS, COLUMNS = 256, 256

@@ -8,7 +8,7 @@ from torch import nn
 
 from layerwise.stages.targets import find_targets
 from qtensor import Float8CurrentScaling, QuantizedTensor, quantize_, quantized_model_init
-from qtensor.routers import routers_among
+from qtensor.model.routers import routers_among
 
 ROWS = Float8CurrentScaling()
 

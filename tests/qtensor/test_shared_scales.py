@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_hooks import sync_scales
-from fsdp_hooks.partners import pooled
+from fsdp_hooks.ranks.partners import pooled
 from qtensor import (
     Float8DelayedScaling,
     MasterWeightOptimizer,
@@ -27,9 +27,9 @@ from qtensor import (
     quantize_,
     share_scales,
 )
-from qtensor.formats import tensor_wide
-from qtensor.high_precision import HighPrecisionWeight
-from qtensor.loading import watch_loads
+from qtensor.model.loading import watch_loads
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.spec.registry import tensor_wide
 from tests.qtensor.fused import GROUPS, NAMES, RECIPES, Model, as_one, batch, built, values
 from tests.qtensor.recipes_under_test import raw
 

@@ -25,7 +25,7 @@ from qtensor import (
     quantized_model_init,
     stochastic_rounding,
 )
-from qtensor.contents import initial_value, preserve
+from qtensor.tensor.contents import initial_value, preserve
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, same_parts, unit, weight
 from tests.recipes import facts
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_adapters import SafeFileSystemReader, read_manifest
 from dcp_adapters.__main__ import main as command_line
-from dcp_adapters.reading.plain_pickle import read_plain
+from dcp_adapters.stored.reading.plain_pickle import read_plain
 from tests.dcp_adapters.cases import alone, assert_holds, held, load
 from tests.layerwise.small_runs import LAYERS, found, run
 from tests.ranks import run_ranks

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dcp_adapters.cli.report.tiles import Tile, decoded_parts, matrix_shape
-from qtensor.formats import row_multiple, specs_of
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import row_multiple, specs_of
 
 
 class _ElementType(NamedTuple):

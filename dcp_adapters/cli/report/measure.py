@@ -19,20 +19,20 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from dcp_adapters.checksums import digest_of
 from dcp_adapters.cli.report.channels import Axis, Channels
 from dcp_adapters.cli.report.elements import ElementCounts, counts_elements
 from dcp_adapters.cli.report.records import CheckpointReport, Compared, TensorReport
 from dcp_adapters.cli.report.scales import scale_histograms
 from dcp_adapters.cli.report.tiles import Tile, decodable, matrix_shape, tiles
-from dcp_adapters.entry import Entry, parts_of
-from dcp_adapters.recipe_names import dtype_name
-from dcp_adapters.source import Stored
+from dcp_adapters.format.checksums import digest_of
+from dcp_adapters.format.entry import Entry, parts_of
+from dcp_adapters.format.recipe_names import dtype_name
+from dcp_adapters.format.source import Stored
+from dcp_adapters.plain.progress_bar import Advance, unseen
 from dcp_adapters.stored.inspect import inspect_checkpoint
 from dcp_adapters.stored.numeric_error import ErrorSum
-from dcp_adapters.stored.progress_bar import Advance, unseen
-from qtensor.selection import matches
-from qtensor.tensor import QuantizedTensor
+from qtensor.spec.selection import matches
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 TRIES = 5
 ENOUGH = 0.05  # seconds; what took longer is measured once

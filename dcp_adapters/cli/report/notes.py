@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from dcp_adapters.cli.report.channels import FACTOR
 from dcp_adapters.cli.report.layers import middle_left_out
 from dcp_adapters.cli.report.records import CheckpointReport, ScaleHistogram, TensorReport
-from dcp_adapters.words import in_natural_order
+from dcp_adapters.plain.words import in_natural_order
 
 UNEVEN = 1.5  # largest file over the mean
 

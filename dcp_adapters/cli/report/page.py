@@ -11,7 +11,7 @@ from dcp_adapters.cli.report.drawing import heat_map, histogram, profile
 from dcp_adapters.cli.report.layers import badness, grid_of, middle_left_out
 from dcp_adapters.cli.report.notes import kinds_of, notes, scales_by_kind, sizes_of, tensors
 from dcp_adapters.cli.report.records import CheckpointReport
-from dcp_adapters.tables import human_bytes, printable
+from dcp_adapters.plain.tables import human_bytes, printable
 
 
 def page(report: CheckpointReport) -> str:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.cli.report.records import ScaleHistogram
-from dcp_adapters.recipe_names import dtype_name
-from qtensor.format import PartSpec
-from qtensor.formats import specs_of
-from qtensor.tensor import QuantizedTensor
+from dcp_adapters.format.recipe_names import dtype_name
+from qtensor.spec.format import PartSpec
+from qtensor.spec.registry import specs_of
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 PIECE = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

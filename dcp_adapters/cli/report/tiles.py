@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtensor.formats import specs_of
-from qtensor.recipes import Recipe
-from qtensor.tensor import QuantizedTensor
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import specs_of
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 ELEMENTS = 1 << 20  # about so many are decoded at once
 WIDTH = 1 << 13  # columns; a multiple of all blocks

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load, save
 
 from dcp_adapters import apply_deltas, delta_from_bytes, delta_to_bytes, open_delta, patched_copy
-from dcp_adapters.coding.zstd import compressed, decompressed
+from dcp_adapters.delta.coding.zstd import compressed, decompressed
 from dcp_adapters.delta.make import delta_between
 from dcp_adapters.delta.stored_states import InMemory, opened_state
 from qtensor import Float8CurrentScaling, NVFP4BlockScaling, quantize

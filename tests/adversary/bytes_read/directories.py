@@ -14,9 +14,9 @@ import torch
 from dcp_adapters import export_hf, import_hf
 from dcp_adapters.delta.stored_states import StoredFiles
 from dcp_adapters.digests.stored import source_digests
-from dcp_adapters.hf.config import model_config
-from dcp_adapters.hf.stored_directory import StoredDirectory
-from dcp_adapters.hf.verify_directory import verify_directory
+from dcp_adapters.hf.exporting.config import model_config
+from dcp_adapters.hf.reading.stored_directory import StoredDirectory
+from dcp_adapters.hf.reading.verify_directory import verify_directory
 from dcp_adapters.stored.inspect import inspect_checkpoint
 from qtensor import (
     Float8BlockScaling,

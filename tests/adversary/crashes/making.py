@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_adapters import QuantizedSavePlanner, export_hf
-from dcp_adapters.cli.convert_checkpoint import convert_checkpoint, plan_conversion
-from dcp_adapters.cli.deltas import patched_copy, write_delta
+from dcp_adapters.convert.convert_checkpoint import convert_checkpoint, plan_conversion
+from dcp_adapters.delta.files import patched_copy, write_delta
 from dcp_adapters.digests.stored import source_digests, stored_source
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from tests.adversary.attack import Found

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from qtensor import MasterWeightOptimizer, QuantizedTensor, high_precision_init_val
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests._rank_worker import warnings_as_errors
 from tests.adversary.attack import Found
 from tests.adversary.lives import models

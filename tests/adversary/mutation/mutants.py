@@ -35,7 +35,7 @@ DTYPES = {
 class Mutant:
     """One change. begin, end: the characters of the source that it replaces."""
 
-    module: str  # "qtensor/blocks.py"
+    module: str  # "qtensor/spec/blocks.py"
     line: int
     operator: str
     before: str

@@ -33,7 +33,7 @@ from dcp_adapters import (
     import_hf,
     tensor_digests,
 )
-from dcp_adapters.hf import writing
+from dcp_adapters.hf.exporting import writing
 from qtensor import Float8CurrentScaling, QuantizedTensor, quantize
 from tests.adversary.attack import Found
 from tests.adversary.ranks.cases import (

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcp_adapters.coding import changes as changes_module
-from dcp_adapters.coding.changes import (
+from dcp_adapters.delta.coding import changes as changes_module
+from dcp_adapters.delta.coding.changes import (
     Changes,
     changes_between,
     global_changes,
@@ -22,8 +22,8 @@ from dcp_adapters.coding.changes import (
     unit_shape,
     units,
 )
-from dcp_adapters.coding.codec import Coded, decoded, encoded
-from dcp_adapters.coding.zstd import compressed, decompressed
+from dcp_adapters.delta.coding.codec import Coded, decoded, encoded
+from dcp_adapters.delta.coding.zstd import compressed, decompressed
 
 DTYPES = [
     torch.uint8, torch.bool, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcp_adapters.coding import chunk as chunk_module
-from dcp_adapters.coding import codec
-from dcp_adapters.coding.chunk import coded_chunk, decoded_chunk
+from dcp_adapters.delta.coding import chunk as chunk_module
+from dcp_adapters.delta.coding import codec
+from dcp_adapters.delta.coding.chunk import coded_chunk, decoded_chunk
 from tests.dcp_adapters.delta.test_changes import DTYPES, same_bytes
 
 

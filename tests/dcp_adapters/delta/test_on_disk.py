@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dcp_adapters.cli import deltas as commands
-from dcp_adapters.cli.deltas import patched_copy, write_delta
 from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.main import main
+from dcp_adapters.delta import files as commands
+from dcp_adapters.delta.files import patched_copy, write_delta
 from dcp_adapters.delta.patch_format import open_delta
-from dcp_adapters.hf.export import export_hf
-from dcp_adapters.hf.verify_directory import verify_directory
+from dcp_adapters.hf.exporting.export import export_hf
+from dcp_adapters.hf.reading.verify_directory import verify_directory
 from dcp_adapters.stored.checkpoint import CheckpointUnusable, StoredCheckpoint
 from dcp_adapters.stored.verify import verify
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
@@ -118,7 +118,7 @@ def test_a_write_that_fails_leaves_base_and_target_as_they_were(
         raise OSError("disk full")
 
     monkeypatch.setattr(commands, "give_name", fail)
-    monkeypatch.setattr("dcp_adapters.cli.convert_checkpoint.give_name", fail)
+    monkeypatch.setattr("dcp_adapters.convert.convert_checkpoint.give_name", fail)
     with pytest.raises(OSError, match="disk full"):
         patched_copy(states[0], [tmp_path / "d"], tmp_path / "out")
     assert contents(states[0]) == before

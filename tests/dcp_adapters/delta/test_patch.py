@@ -14,18 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_adapters.coding import codec
-from dcp_adapters.coding.changes import Changes
 from dcp_adapters.delta import encoder
 from dcp_adapters.delta.apply import apply_deltas
+from dcp_adapters.delta.coding import codec
+from dcp_adapters.delta.coding.changes import Changes
 from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.layout import Layout
 from dcp_adapters.delta.make import delta_between, layout_of, summed
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import METADATA, delta_from_bytes, delta_to_bytes, open_delta, save_delta
 from dcp_adapters.delta.stored_states import InMemory
-from dcp_adapters.entry import parts_of
-from dcp_adapters.stored.durable import sync
+from dcp_adapters.format.entry import parts_of
+from dcp_adapters.plain.durable import sync
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.delta.states import copied, every_dtype, every_recipe, nudged, state
 from tests.recipes import TABLE
@@ -83,7 +83,7 @@ def test_the_file_depends_on_the_changes_alone(monkeypatch: pytest.MonkeyPatch) 
     backwards = [dict(reversed(side.items())) for side in (old, new)]
     assert delta_to_bytes(between(*backwards)) == expected
     assert delta_to_bytes(delta_from_bytes(expected)) == expected
-    monkeypatch.setattr("dcp_adapters.coding.changes.PIECE", 1024)
+    monkeypatch.setattr("dcp_adapters.delta.coding.changes.PIECE", 1024)
     assert delta_to_bytes(between(old, new)) == expected
 
 
@@ -204,7 +204,7 @@ def rewritten(made: Delta, change: Any) -> bytes:
     """A file with another table, and checksums that fit it: what a careless or hostile writer makes."""
     from safetensors.torch import load, save
 
-    from dcp_adapters.coding.zstd import compressed, decompressed
+    from dcp_adapters.delta.coding.zstd import compressed, decompressed
     from dcp_adapters.delta.patch import checksum
     from dcp_adapters.delta.patch_format import _bytes, _json, _tensor
 

@@ -24,7 +24,7 @@ from dcp_adapters.cli.main import main
 from dcp_adapters.gguf import export
 from dcp_adapters.gguf.architectures import ARCHITECTURES, name_in_file
 from dcp_adapters.gguf.plan import GGUF
-from dcp_adapters.hf.layout import LAYOUTS
+from dcp_adapters.hf.layouts.layout import LAYOUTS
 from qtensor import (
     Float8CurrentScaling,
     Int4GroupScaling,
@@ -34,7 +34,7 @@ from qtensor import (
     QuantizedTensor,
     quantize_,
 )
-from qtensor.tensor import dense
+from qtensor.tensor.quantized_tensor import dense
 from tests.dcp_adapters.cases import alone
 from tests.dcp_adapters.gguf import files
 from tests.dcp_adapters.hf.exports import llama

@@ -27,7 +27,7 @@ from tests.dcp_adapters.gguf import files
 from tests.dcp_adapters.hf.exports import llama
 
 if TYPE_CHECKING:
-    from qtensor.recipes import Recipe
+    from qtensor.spec.recipes import Recipe
 
 every_recipe = pytest.mark.parametrize("recipe", [MXFP4BlockScaling(), NVFP4BlockScaling()], ids=["mxfp4", "nvfp4"])
 

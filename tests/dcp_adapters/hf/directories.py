@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from dcp_adapters.hf.layout import INPUT_SCALE, KINDS, SHAPE, Linears, Scheme, layout_named
+from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KINDS, SHAPE, Linears, Scheme, layout_named
 from qtensor import quantize, quantize_
 from tests.dcp_adapters.cases import values
 

@@ -24,7 +24,7 @@ from dcp_adapters import export_hf
 from qtensor import QuantizedTensor, quantize_
 
 if TYPE_CHECKING:
-    from qtensor.recipes import Recipe
+    from qtensor.spec.recipes import Recipe
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 PROMPT = torch.tensor([[1, 5, 9, 2, 77]])

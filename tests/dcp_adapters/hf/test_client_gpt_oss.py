@@ -19,8 +19,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.quantization_config import Mxfp4Config
 
 from dcp_adapters import export_hf, import_hf
-from dcp_adapters.hf.reader import HuggingFaceReader
-from dcp_adapters.hf.verify_directory import verify_directory
+from dcp_adapters.hf.reading.reader import HuggingFaceReader
+from dcp_adapters.hf.reading.verify_directory import verify_directory
 from qtensor import Int4GroupScaling, MXFP4BlockScaling, quantize, quantize_
 from tests.dcp_adapters.cases import assert_holds, bits, values
 from tests.dcp_adapters.hf.directories import write

@@ -36,7 +36,7 @@ from qtensor import (
     quantized_model_init,
     share_scales,
 )
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.dcp_adapters.hf.exports import assert_equal, linears, llama, loaded, raw
 from tests.qtensor.test_products import accumulation_bound
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from dcp_adapters import WeightStream, digest, export_hf, import_hf, write_delta
 from dcp_adapters.cli.diff import diff
-from dcp_adapters.hf.stored_directory import StoredDirectory
-from dcp_adapters.hf.verify_directory import verify_directory
+from dcp_adapters.hf.reading.stored_directory import StoredDirectory
+from dcp_adapters.hf.reading.verify_directory import verify_directory
 from layerwise import calibrate
 from qtensor import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, QuantizedTensor, quantize, quantize_
 from tests.dcp_adapters.cases import values

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dcp_adapters import WeightStream, digest, export_hf, import_hf
 from dcp_adapters.cli.main import main
-from dcp_adapters.hf import making, writing
-from dcp_adapters.hf.config import shard_size
+from dcp_adapters.hf.exporting import making, writing
+from dcp_adapters.hf.exporting.config import shard_size
 from fsdp_hooks import sync_scales
 from qtensor import (
     Float8CurrentScaling,
@@ -33,7 +33,7 @@ from qtensor import (
     quantize,
     quantize_,
 )
-from qtensor.tensor import QuantizedTensor
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 from tests.dcp_adapters.cases import alone, save, values
 from tests.ranks import agreed, run_ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_adapters.hf.file_names import FileNames, joined_names, names_of
+from dcp_adapters.hf.models.file_names import FileNames, joined_names, names_of
 
 Q, K, HEAD = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight", "lm_head.weight"
 IN_FILES = {f"model.language_model.{name}": f"language_model.model.{name}" for name in (Q, K)}

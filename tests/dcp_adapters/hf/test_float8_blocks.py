@@ -20,10 +20,10 @@ from torch.distributed.fsdp import fully_shard
 
 from dcp_adapters import export_hf, import_hf
 from dcp_adapters.cli.main import main
-from dcp_adapters.hf.as_checkpoint import Slice
-from dcp_adapters.hf.directory import FileTensor
-from dcp_adapters.hf.reader import OpenFiles
-from dcp_adapters.hf.stored_directory import StoredDirectory
+from dcp_adapters.hf.files.directory import FileTensor
+from dcp_adapters.hf.reading.as_checkpoint import Slice
+from dcp_adapters.hf.reading.reader import OpenFiles
+from dcp_adapters.hf.reading.stored_directory import StoredDirectory
 from fsdp_hooks import sync_scales
 from qtensor import Float8BlockScaling, Float8CurrentScaling, QuantizedTensor, quantize, quantize_
 from tests.dcp_adapters.cases import alone, assert_holds, bits, local_of, save, values

@@ -18,11 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import dcp_adapters.hf.reader
+import dcp_adapters.hf.reading.reader
 from dcp_adapters import export_hf, import_hf
-from dcp_adapters.expand import quantized_local
-from dcp_adapters.hf.layout import KINDS, Scheme
-from dcp_adapters.hf.reader import OpenFiles
+from dcp_adapters.format.expand import quantized_local
+from dcp_adapters.hf.layouts.layout import KINDS, Scheme
+from dcp_adapters.hf.reading.reader import OpenFiles
 from qtensor import (
     Float8CurrentScaling,
     Float8DelayedScaling,
@@ -555,7 +555,9 @@ def _reads(path: str, full: dict[str, Any], recipes: dict[str, Any]) -> Counter[
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            dcp_adapters.hf.reader.OpenFiles, "piece", lambda self, tensor: Counting(stock(self, tensor), tensor.name)
+            dcp_adapters.hf.reading.reader.OpenFiles,
+            "piece",
+            lambda self, tensor: Counting(stock(self, tensor), tensor.name),
         )
         import_hf(path, sharded(meta_model(full, recipes)))
     return taken
@@ -578,7 +580,7 @@ def test_each_rank_reads_only_its_slices(schemes: dict[str, Scheme], tmp_path: P
 
 
 def _file_tensors(path: Path) -> Any:
-    from dcp_adapters.hf.directory import read_directory
+    from dcp_adapters.hf.files.directory import read_directory
 
     return read_directory(path).tensors.values()
 
@@ -616,7 +618,7 @@ def _reported(path: str, full: dict[str, Any]) -> tuple[bool, int, int]:
         seen.extend([enabled, total, sum(reported)])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp_adapters.hf.reader, "progress_bar", bar)
+        patch.setattr(dcp_adapters.hf.reading.reader, "progress_bar", bar)
         import_hf(path, sharded(meta_model(full, MIXED_RECIPES)))
     return tuple(seen)  # type: ignore[return-value]
 

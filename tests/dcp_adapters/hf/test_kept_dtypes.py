@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from dcp_adapters import export_hf
-from dcp_adapters.hf.kept_dtypes import Roles
+from dcp_adapters.hf.models.kept_dtypes import Roles
 from qtensor import MXFP8BlockScaling, quantize_
 from tests.dcp_adapters.cases import save
 from tests.dcp_adapters.streams.cases import files

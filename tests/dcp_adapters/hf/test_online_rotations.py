@@ -27,11 +27,11 @@ from transformers import AutoModelForCausalLM
 from dcp_adapters import QuantizedSavePlanner, QuantizedStager, WeightStream, export_hf, import_hf
 from dcp_adapters.__main__ import main
 from dcp_adapters.gguf.plan import GGUF
-from dcp_adapters.hf.config import ModelConfig
-from dcp_adapters.hf.prepare import Asked, prepared
+from dcp_adapters.hf.exporting.config import ModelConfig
+from dcp_adapters.hf.exporting.prepare import Asked, prepared
 from layerwise import Max, calibrate, rotate_, rotate_inputs_
 from qtensor import Float8BlockScaling, MXFP4BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize_
-from qtensor.input_rotation import InputRotation, input_rotations
+from qtensor.products.input_rotation import InputRotation, input_rotations
 from tests.dcp_adapters.hf.exports import PROMPT, linears, llama
 from tests.ranks import run_ranks
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dcp_adapters.hf.patterns import bounded
+from dcp_adapters.hf.files.patterns import bounded
 
 USUAL = [
     r".*self_attn\.(q|k|v|o)_proj$",

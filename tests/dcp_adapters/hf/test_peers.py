@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dcp_adapters import import_hf
-from dcp_adapters.hf.layout import KINDS
-from qtensor.tensor import QuantizedTensor
+from dcp_adapters.hf.layouts.layout import KINDS
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 from tests.dcp_adapters.cases import assert_holds, bits
 from tests.dcp_adapters.hf.directories import meta_model, sharded
 from tests.ranks import run_ranks_each

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_adapters.entry import Entry
-from dcp_adapters.hf.compressed_tensors import COMPRESSED_TENSORS
-from dcp_adapters.hf.fp8 import FP8
-from dcp_adapters.hf.gpt_oss import GPT_OSS
-from dcp_adapters.hf.layout import (
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.hf.exporting.plan import ExportPlan, Request, plan_export
+from dcp_adapters.hf.files.names import fused_sets, pieces_of
+from dcp_adapters.hf.layouts.compressed_tensors import COMPRESSED_TENSORS
+from dcp_adapters.hf.layouts.fp8 import FP8
+from dcp_adapters.hf.layouts.gpt_oss import GPT_OSS
+from dcp_adapters.hf.layouts.layout import (
     KINDS,
     LAYOUTS,
     Layout,
@@ -23,10 +25,8 @@ from dcp_adapters.hf.layout import (
     reciprocal,
     register_layout,
 )
-from dcp_adapters.hf.modelopt import MODELOPT
-from dcp_adapters.hf.names import fused_sets, pieces_of
-from dcp_adapters.hf.plan import ExportPlan, Request, plan_export
-from dcp_adapters.hf.prefixes import weights_prefix
+from dcp_adapters.hf.layouts.modelopt import MODELOPT
+from dcp_adapters.hf.models.prefixes import weights_prefix
 from qtensor import (
     Float8BlockScaling,
     Float8CurrentScaling,

@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dcp_adapters import import_hf, read_manifest
-from dcp_adapters.entry import Entry
-from dcp_adapters.hf.as_checkpoint import Slice
-from dcp_adapters.hf.delayed import history_of
-from dcp_adapters.hf.directory import FileTensor
-from dcp_adapters.hf.layout import BLOCKS, KINDS, LAYOUTS, WORDS, Form, Scheme
-from dcp_adapters.hf.reader import HuggingFaceReader
-from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, contents, quantize
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.hf.files.directory import FileTensor
+from dcp_adapters.hf.layouts.layout import BLOCKS, KINDS, LAYOUTS, WORDS, Form, Scheme
+from dcp_adapters.hf.reading.as_checkpoint import Slice
+from dcp_adapters.hf.reading.delayed import history_of
+from dcp_adapters.hf.reading.reader import HuggingFaceReader
+from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from qtensor.tensor import contents
 from tests.dcp_adapters.cases import assert_holds, bits, values
 from tests.dcp_adapters.hf.directories import (
     dense_tensors,

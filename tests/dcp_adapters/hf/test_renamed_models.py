@@ -22,8 +22,8 @@ from transformers import LlamaForSequenceClassification
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from dcp_adapters import WeightStream, digest, export_hf, import_hf
-from dcp_adapters.hf import expected
-from dcp_adapters.hf.verify_directory import verify_directory
+from dcp_adapters.hf.exporting import expected
+from dcp_adapters.hf.reading.verify_directory import verify_directory
 from fsdp_hooks.torch_private import local_of
 from layerwise import Max, calibrate
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, QuantizedTensor, quantize_

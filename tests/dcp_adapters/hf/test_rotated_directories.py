@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 
 from dcp_adapters import digest, export_hf, import_hf, read_manifest
 from dcp_adapters.__main__ import main
-from dcp_adapters.hf.reader import HuggingFaceReader
-from dcp_adapters.hf.rotations import said_rotations, transform_config
-from dcp_adapters.hf.verify_directory import verify_directory
-from dcp_adapters.rotations import rotations_in
+from dcp_adapters.format.rotations import rotations_in
+from dcp_adapters.hf.layouts.rotations import said_rotations, transform_config
+from dcp_adapters.hf.reading.reader import HuggingFaceReader
+from dcp_adapters.hf.reading.verify_directory import verify_directory
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from layerwise import rotate_, rotate_inputs_
 from layerwise.weights.on_disk import OnDisk
 from qtensor import MXFP4BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize_
-from qtensor.input_rotation import input_rotations
+from qtensor.products.input_rotation import input_rotations
 from tests.dcp_adapters.hf.exports import PROMPT, llama
 from tests.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from dcp_adapters import export_hf
 from dcp_adapters.cli.main import main
-from dcp_adapters.hf.stored_directory import StoredDirectory, is_directory
+from dcp_adapters.hf.reading.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from qtensor import (
     Float8BlockScaling,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
 
 from examples.trainers import qad, qat
-from qtensor.high_precision import HighPrecisionWeight
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.dcp_adapters.hf.exports import loaded
 from tests.examples.trainers.exported import weights_as_trained
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from layerwise.algorithms.awq import AWQ
 from layerwise.algorithms.clipping import local_hessian_of
 from layerwise.folding.folds import transformed
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from qtensor.formats import block_multiple, format_of, row_multiple, shared_amax
+from qtensor.spec.registry import block_multiple, format_of, row_multiple, shared_amax
 from tests.fsdp_hooks.cases import assert_same_bytes
 from tests.layerwise.explicit import (
     K,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from layerwise.algorithms.candidates import candidates
-from qtensor.formats import encode, format_of, shared_amax
+from qtensor.spec.registry import encode, format_of, shared_amax
 from tests.qtensor.recipes_under_test import RECIPES, every_recipe
 from tests.qtensor.test_quantizers import EXPONENTS, spread, values
 from tests.recipes import E8M0, FP8, facts, recipes

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from layerwise import GPTAQ, Max
-from qtensor.formats import format_of
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import format_of
 from tests.layerwise.algorithms.two_streams import ROWS, K, Streams, decided, randn, stored_values, two_streams
 from tests.recipes import MAIN
 

@@ -19,8 +19,8 @@ from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
-from qtensor.formats import format_of, shared_amax
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import format_of, shared_amax
 from tests.recipes import E8M0, MAIN, facts
 
 every_recipe = pytest.mark.parametrize("recipe", MAIN.values(), ids=MAIN)

@@ -10,8 +10,8 @@ from torch import Tensor
 from layerwise import GPTAQ, GPTQ, Algorithm, Max, Mse, Qronos
 from layerwise.folding.folds import transformed
 from qtensor import NVFP4BlockScaling
-from qtensor.formats import format_of
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import format_of
 from tests.layerwise.algorithms.two_streams import ROWS, K, Streams, decided, randn, two_streams
 from tests.recipes import MAIN
 

@@ -14,7 +14,7 @@ from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.search import search
 from qtensor import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
-from qtensor.formats import format_of, shared_amax
+from qtensor.spec.registry import format_of, shared_amax
 from tests.layerwise.algorithms import naive_scales as naive
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, weight
 from tests.recipes import WIDER_BLOCKS, facts

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from layerwise import Algorithm, Decision, Group, Inputs, Linear
-from qtensor.formats import format_of, shared_amax
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import format_of, shared_amax
 
 K, ROWS, TOKENS = 64, 48, 300
 

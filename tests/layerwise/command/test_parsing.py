@@ -20,7 +20,7 @@ from layerwise.command.keys import keys_of
 from layerwise.command.parsing import config_of, parse
 from layerwise.command.yaml_text import ConfigError
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from qtensor.recipes import Recipe
+from qtensor.spec.recipes import Recipe
 
 
 def values(**changed: Any) -> dict[str, Any]:

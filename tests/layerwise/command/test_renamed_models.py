@@ -11,7 +11,7 @@ pytest.importorskip("yaml")
 
 from safetensors.torch import load_file
 
-from dcp_adapters.hf.verify_directory import verify_directory
+from dcp_adapters.hf.reading.verify_directory import verify_directory
 from tests.dcp_adapters.hf.renamed_models import built
 from tests.layerwise.command.runs import command, save_model, write_config
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise import rotate_
-from qtensor.input_rotation import input_rotations
+from qtensor.products.input_rotation import input_rotations
 from tests.layerwise.rotating.decoders import BLOCK, HIDDEN, WIDE, Mlp, decoder, digest, expected, ids, matrix
 from tests.layerwise.rotating.test_rotate import EXACT, _difference, refused
 

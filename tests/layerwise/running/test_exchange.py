@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from layerwise.running.exchange import Exchange, entries_of
 from layerwise.stages.targets import find_targets
 from qtensor import Float8CurrentScaling, NVFP4BlockScaling, quantize
-from qtensor.formats import format_of, shared_amax
+from qtensor.spec.registry import format_of, shared_amax
 from tests.layerwise.small_runs import bytes_of
 from tests.ranks import run_ranks_each
 from tests.recipes import TABLE

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from layerwise.weights import rounding
 from layerwise.weights.rounding import put_values, rounded
-from qtensor import QuantizedTensor, tiles
-from qtensor.formats import format_of, shared_amax
+from qtensor import QuantizedTensor
+from qtensor.numerics import tiles
+from qtensor.spec.registry import format_of, shared_amax
 from tests.recipes import TABLE
 
 N, K = 320, 256

@@ -1,0 +1,209 @@
+"""Checksums of what a checkpoint stores, made by the ranks that write, while they write.
+
+    qtensor.checksums: uint8 [chunks, 16]    a row: xxh3_64("name@offset") | xxh3_64(the chunk's bytes)
+
+One row for every stored chunk of a tensor and for every byte entry, except for the table itself; a rank's rows are one
+chunk of the table. Digests are canonical (big-endian). "name@offset" is `model.w.payload@128,0`: the entry, and where
+its chunk begins in the global tensor; nothing follows the @ of a 0-dim tensor or of a byte entry. For a tensor
+chunk the bytes are those of the contiguous tensor, for a byte entry those in the file. A tensor of another library's
+class, whose elements only that class knows, is stored as the archive that torch.save writes: its row digests the
+archive, under the key "name@offset as archive". Only `verify` compares such a row, since readers hand out what the
+class makes of the archive.
+
+xxh3 runs at the speed of memory, several times faster than the CRC32 which zip files carry beside it.
+"""
+
+import io
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_adapters.plain.plain_memory import is_plain, memory_of
+
+CHECKSUMS = "qtensor.checksums"
+ROW = 16  # bytes: 8 that say which chunk, 8 of its data
+KEPT = 2**31  # bytes of copies from a device that wait for being written; what is more is copied again
+
+
+def chunk_key(index: MetadataIndex, *, archive: bool = False) -> bytes:
+    """8 bytes that stand for a chunk: the digest of its entry's name, its offset, and whether it is an archive."""
+    offset = ",".join(map(str, index.offset or ()))
+    return xxhash.xxh3_64_digest(f"{index.fqn}@{offset}{' as archive' if archive else ''}".encode())
+
+
+def digest_of(data: Tensor | io.BytesIO) -> bytes:
+    """8 bytes: the digest of a plain CPU tensor's elements in logical order, or of a byte entry.
+
+    Raises:
+        ValueError: it is no plain tensor, or its storage was freed.
+    """
+    if isinstance(data, io.BytesIO):
+        return xxhash.xxh3_64_digest(data.getbuffer())
+    plain = data.detach().resolve_conj().resolve_neg().contiguous()
+    return xxhash.xxh3_64_digest(memory_of(plain))
+
+
+def archive_digest_of(data: Tensor) -> bytes:
+    """8 bytes: the digest of what torch.save writes of a tensor, which is not kept."""
+    sink = _Sink()
+    torch.save(data, sink)  # type: ignore[arg-type] # all it takes is write()
+    return sink.hash.digest()
+
+
+class _Sink:
+    """A file that digests what is written, and forgets it."""
+
+    def __init__(self) -> None:
+        self.hash = xxhash.xxh3_64()
+
+    def write(self, data: bytes) -> int:
+        self.hash.update(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+
+def checksum_table(rows: Iterable[tuple[bytes, bytes]]) -> Tensor:
+    """uint8 [chunks, 16] of (chunk_key, digest_of) pairs."""
+    data = bytearray(b"".join(key + digest for key, digest in rows))
+    if not data:
+        return torch.empty(0, ROW, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(data, dtype=torch.uint8).view(-1, ROW)
+
+
+def rows_of(table: Tensor) -> Iterator[tuple[bytes, bytes]]:
+    """The (chunk_key, digest) pairs of a table, uint8 [chunks, 16]."""
+    data = memory_of(table).raw if table.numel() else b""
+    for at in range(0, len(data), ROW):
+        yield data[at : at + 8], data[at + 8 : at + ROW]
+
+
+class Checksums:
+    """The digests of one rank's chunks in one save.
+
+    A writer resolves each item once and writes what it got; that very data is digested here. Its threads share the
+    items out, so it may ask for the table before the rest (stock's does where there is CUDA: it begins with what is
+    small). Missing items are then resolved for the table, and kept if they are pickled, since pickling twice need not
+    give the same bytes, or if they were copied from a device, which takes longer than anything else here.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[MetadataIndex, tuple[bytes, bytes]] = {}
+        self.pickled: dict[MetadataIndex, io.BytesIO] = {}
+        self.copies: dict[MetadataIndex, Tensor] = {}
+        self.room = KEPT
+        self.asked: set[MetadataIndex] = set()  # by the writer, for itself
+
+    def copied(self, index: MetadataIndex) -> Tensor | None:
+        """The copy that was made of a chunk for the table, once; None where there is none, or it was not kept."""
+        self.asked.add(index)
+        copy = self.copies.pop(index, None)
+        if copy is not None:
+            self.room += copy.nbytes
+        return copy
+
+    def seen(self, index: MetadataIndex, data: Tensor | io.BytesIO, *, early: bool = False) -> Tensor | io.BytesIO:
+        """Digest what is written now, or `early`, for the table; returns it, on the CPU.
+
+        Raises:
+            ValueError: its storage was freed.
+        """
+        if isinstance(data, Tensor) and not is_plain(data):  # its own class writes it; prepared as writers do
+            data = data.detach().cpu()
+            if data.untyped_storage().size() != data.nbytes:
+                data = data.clone()
+            self.rows[index] = chunk_key(index, archive=True), archive_digest_of(data)
+            return data
+        if isinstance(data, io.BytesIO):
+            data = self.pickled.setdefault(index, data)
+        elif not data.is_cpu:
+            data = data.detach().cpu()
+            if early and index not in self.asked and data.nbytes <= self.room:
+                self.copies[index] = data
+                self.room -= data.nbytes
+        try:
+            self.rows[index] = chunk_key(index), digest_of(data)
+        except ValueError as error:
+            raise ValueError(f"{index.fqn}: {error}") from error
+        return data
+
+    def table(self, items: Iterable[WriteItem], resolve: Callable[[WriteItem], object]) -> Tensor:
+        """The rows of a rank's items, in their order; `resolve` is called for those not seen yet."""
+        rows = []
+        for item in items:
+            if item.index.fqn == CHECKSUMS:
+                continue
+            if item.index not in self.rows:
+                resolve(item)
+            rows.append(self.rows[item.index])
+        return checksum_table(rows)
+
+
+class Verification:
+    """Compares chunks that a load reads whole with the checkpoint's table, in whatever order the two arrive."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # readers commit from several threads
+        self.outstanding = 0
+        self.rows: dict[bytes, bytes] | None = None
+        self.waiting: list[tuple[str, MetadataIndex, bytes]] = []
+
+    def expect(self, pieces: int) -> None:
+        """Expect a table in this many pieces; 0 where it is empty, and has a row for no chunk."""
+        self.outstanding = pieces
+        if not pieces:
+            self.rows = {}
+
+    def arrived(self, table: Tensor) -> None:
+        """One piece of the table has been read; with the last one, the waiting chunks are compared."""
+        with self.lock:
+            self.outstanding -= 1
+            if self.outstanding:
+                return
+            self.rows = dict(rows_of(table))
+            waiting, self.waiting = self.waiting, []
+        for chunk in waiting:
+            self._compare(*chunk)
+
+    def saved(self, index: MetadataIndex) -> bytes | None:
+        """The checksum of a chunk, from the whole table, which must be there; None where it has no row."""
+        if self.rows is None:
+            raise RuntimeError(
+                f"{index.fqn}: the reader read it before the checksums, and a delta needs these first; load with "
+                "FileSystemReader or SafeFileSystemReader"
+            )
+        return self.rows.get(chunk_key(index))
+
+    def see(self, name: str, index: MetadataIndex, data: Tensor | io.BytesIO) -> None:
+        """Compare a whole chunk of an entry. Raises RuntimeError where it is not what was saved, or has no row.
+
+        A tensor of another library's class is not compared: what it holds is not what was stored.
+        """
+        if isinstance(data, Tensor) and not is_plain(data):
+            return
+        chunk = (name, index, digest_of(data))
+        with self.lock:
+            if self.rows is None:
+                self.waiting.append(chunk)
+                return
+        self._compare(*chunk)
+
+    def _compare(self, name: str, index: MetadataIndex, digest: bytes) -> None:
+        assert self.rows is not None
+        saved = self.rows.get(chunk_key(index))
+        if saved == digest or (saved is None and chunk_key(index, archive=True) in self.rows):
+            return
+        where = f" at {tuple(index.offset)}" if index.offset else ""
+        held = (
+            "has no row in the checksum table" if saved is None else f"has checksum {digest.hex()}, saved {saved.hex()}"
+        )
+        raise RuntimeError(
+            f"{name}: its chunk{where} in the checkpoint {held}; the file is damaged. Some tensors of the target are "
+            "loaded already: load another checkpoint, and run `python -m dcp_adapters verify` on this one"
+        )

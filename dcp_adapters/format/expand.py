@@ -1,0 +1,177 @@
+"""Quantized leaves of a state dict as the plain part tensors they consist of.
+
+    w: DTensor(MXFP8 [N, K])  ->  w.payload: DTensor(float8 [N, K]),  w.scale: DTensor(uint8 [N, K // 32])
+
+The parts alias the live bytes and keep the weight's mesh and placements, with one exception: a part is replicated on a
+mesh dim that cuts the weight along a dim the part does not extend along (0-dim scales; `[N, 1]` scales under column
+cuts). So stock DCP deduplicates, validates, reshards and writes them, and reading into them writes the weight.
+
+    settled_parts  the parts of one local tensor; the planners, which know the box of every part (part_places.py), take
+                   them as they are
+    expand_leaf    one leaf, its parts as DTensors where it is one; exports stand on it
+    expand         a state dict, leaf by leaf; for what the load planner does not know better, as expand_flat
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.part_places import part_placement
+from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, local_of
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.spec.format import PartSpec
+from qtensor.spec.registry import block_multiple, specs_of, tensor_wide
+from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+
+def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict, nested or flat, with each quantized leaf F replaced by its parts F.payload, F.scale, ...
+
+    The parts alias the weight's bytes; they are DTensors where F was a DTensor. In a list a quantized leaf becomes a
+    dict of its parts, so that DCP flattens it to the same names. Everything else is passed through as it is.
+
+    Raises:
+        ValueError: a part's name is taken already; a column cut does not fall on block boundaries; the shards of a
+            gathered weight hold different tensor-wide scales.
+    """
+    out: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        parts = {f"{name}.{part}": tensor for part, tensor in expand_leaf(str(name), value).items()}
+        merge(out, parts or {name: _expand_container(str(name), plain_leaf(value))})
+    return out
+
+
+def expand_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """`expand` for a flattened state dict. Raises ValueError as `expand` and `refuse_hidden` do."""
+    for name, value in flat.items():
+        refuse_hidden(name, value)
+    return expand(flat)
+
+
+def refuse_hidden(name: str, leaf: Any) -> None:
+    """Raise ValueError where a leaf that DCP would pickle (a tuple, say) holds a quantized tensor."""
+    if _hides_quantized(leaf):
+        raise ValueError(
+            f"{name}: a {type(leaf).__name__} holds a quantized tensor, and DCP would pickle it whole; use dicts and "
+            "lists, which it flattens (with flatten_state_dict=True)"
+        )
+
+
+def expand_leaf(name: str, value: Any) -> dict[str, Tensor]:
+    """Part name -> part tensor of a quantized leaf; empty for any other value."""
+    local = quantized_local(value)
+    if local is None:
+        return {}
+    parts = settled_parts(name, local)
+    if not isinstance(value, DTensor):
+        return parts
+    return {spec.name: _part_dtensor(name, spec, parts[spec.name], value) for spec in specs_of(local.recipe)}
+
+
+def plain_leaf(value: Any) -> Any:
+    """A weight with storage="high_precision" as the dense tensor it is, aliased; any other leaf as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    local = local_of(value)
+    if not isinstance(local, HighPrecisionWeight):
+        return value
+    if not isinstance(value, DTensor):
+        return local.dense.detach()
+    return dtensor_around(local.dense.detach(), value.device_mesh, value.placements, value.shape)
+
+
+def gathered_leaf(value: Tensor) -> Tensor:
+    """A weight with storage="high_precision" as the quantized tensor whose bytes a forward gathers; any other as it is.
+
+    It is quantized here, under the scales that `fsdp_hooks.sync_scales` has agreed on, if any.
+    """
+    local = local_of(value)
+    if not isinstance(local, HighPrecisionWeight):
+        return value
+    quantized = local.quantized()
+    if not isinstance(value, DTensor):
+        return quantized
+    return dtensor_around(quantized, value.device_mesh, value.placements, value.shape)
+
+
+def quantized_local(value: Any) -> QuantizedTensor | None:
+    """The quantized tensor behind a leaf (itself, or the local tensor of a DTensor); None for any other value."""
+    if not isinstance(value, Tensor):
+        return None
+    local = local_of(value)
+    return local if isinstance(local, QuantizedTensor) else None
+
+
+def entry_of(name: str, value: Tensor) -> Entry:
+    """What a tensor of a state dict is."""
+    q = quantized_local(value)
+    return Entry(name, None if q is None else q.recipe.stored, tuple(value.shape), value.dtype)
+
+
+def _expand_container(name: str, value: Any) -> Any:
+    """`expand` of a dict or list; any other value as it is."""
+    if isinstance(value, Mapping):
+        return expand(value)
+    if isinstance(value, list):
+        return [
+            expand_leaf(f"{name}.{i}", item) or _expand_container(f"{name}.{i}", plain_leaf(item))
+            for i, item in enumerate(value)
+        ]
+    return value
+
+
+def _hides_quantized(leaf: Any) -> bool:
+    """Whether a leaf that is no tensor has a quantized tensor inside."""
+    items = leaf.values() if isinstance(leaf, Mapping) else leaf if isinstance(leaf, list | tuple | set) else ()
+    return any(quantized_local(item) is not None or _hides_quantized(item) for item in items)
+
+
+def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> DTensor:
+    placements = tuple(part_placement(spec, placement, weight.ndim) for placement in weight.placements)
+    shape = spec.shape(weight.shape)
+    cuts_columns = any(placement.is_shard(weight.ndim - 1) for placement in weight.placements)
+    if cuts_columns and weight.device_mesh.get_coordinate() is not None:
+        expected, _ = compute_local_shape_and_global_offset(shape, weight.device_mesh, placements)
+        if tuple(expected) != tuple(part.shape):
+            multiple = block_multiple(local_of(weight).recipe)  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{name}: a shard of {tuple(local_of(weight).shape)} out of {tuple(weight.shape)} has a {spec.name} of "
+                f"{tuple(part.shape)}, expected {tuple(expected)}: column cuts must fall on multiples of {multiple}; "
+                "choose a mesh that divides K into such pieces"
+            )
+    return dtensor_around(part, weight.device_mesh, placements, shape)
+
+
+def settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
+    """The parts; a gathered weight's vector of tensor-wide values becomes the one value that all shards share."""
+    if q._lens.described is not None:
+        raise ValueError(
+            f"{name}: a transposed or reshaped view of a quantized weight, whose parts are those of shape "
+            f"{q._lens.described}; put the weight itself into the state dict"
+        )
+    parts = q.parts()
+    wide = None if q._sharding.shards is None else tensor_wide(q.recipe)
+    if wide is None:
+        return parts
+    values = parts[wide]
+    if not torch.equal(values, values[:1].expand_as(values)):
+        raise ValueError(
+            f"{name}: the shards of this gathered weight hold different values of {wide}: {values.tolist()}; call "
+            "fsdp_hooks.sync_scales on the sharded model first"
+        )
+    return {**parts, wide: values[0]}
+
+
+def merge(out: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Add entries to a state dict. Raises ValueError where it has one of that name already."""
+    for name, value in new.items():
+        if name in out:
+            raise ValueError(
+                f"the state dict holds {name!r} twice: as an entry and as a part of a quantized weight; rename the "
+                "entry"
+            )
+        out[name] = value

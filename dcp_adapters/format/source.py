@@ -1,0 +1,171 @@
+"""Where tensors come from: a live state dict, a checkpoint on disk, a Hugging Face directory.
+
+    Source   entries, and their parts as whole tensors, one entry at a time
+    Group    some entries of a source on their way to the ranks that keep them
+    Stored   a source on disk: its files, entries that are bytes, the place of each entry in a nested state dict
+
+Names, recipes and shapes are known at once; nothing is read before it is asked for. No process group and no model are
+needed, except that reading the shards of a live state dict is a collective.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcp_adapters.format.entry import Entry
+from fsdp_hooks.kernels.byte_sums import Piece
+from fsdp_hooks.ranks.across_ranks import Ranks, rank_of
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Who keeps what is read, and where.
+
+    rank: the global number of the one that keeps it; None: all. device: where it is brought; None: it stays where it
+    was gathered. own: whether it must be in memory of its own, since the source may be written meanwhile.
+    """
+
+    rank: int | None
+    device: torch.device | None
+    own: bool = False
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank keeps it."""
+        return self.rank is None or self.rank == rank_of(None)
+
+
+class Group:
+    """What `Source.begin` has begun."""
+
+    def parts(self, name: str) -> dict[str, Tensor] | None:
+        """The whole parts of a tensor where they are kept, None elsewhere; all ranks ask alike, once for a tensor."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Wait for what was begun, and drop it."""
+
+
+class Source:
+    """Tensors by name.
+
+    entries: one for each tensor, the same on all ranks and in the same order. prefix: what was cut off its names.
+    """
+
+    entries: Mapping[str, Entry]
+    prefix: str = ""
+
+    def check_spanned(self, group: Ranks) -> None:
+        """Raise ValueError where ranks hold shards that are not in the group: reading takes all of them."""
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """The whole parts of a tensor, on the CPU; do not write to them."""
+        raise NotImplementedError
+
+    def part(self, name: str, part: str) -> Tensor:
+        """One part."""
+        return self.parts(name)[part]
+
+    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+        """One part in pieces that cover it once, as they are stored: one at a time is in memory."""
+        yield Piece.whole(self.part(name, part))
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor: a QuantizedTensor where it is quantized."""
+        return self.entries[name].tensor(self.parts(name))
+
+    def scalar(self, name: str, part: str) -> float:
+        """A part of one element, as this rank knows it; never a collective."""
+        return float(self.part(name, part))
+
+    def local(self, name: str) -> Tensor:
+        """What this rank has of a dense tensor: its shard, or all of it; never a collective."""
+        return self.part(name, "")
+
+    def own_name(self, name: str) -> str:
+        """What the tensor is called where it comes from, where a source gives it another name."""
+        return name
+
+    # -- of live shards ------------------------------------------------------------------------------------------------
+
+    def begin(self, names: Sequence[str], keep: Keep) -> Group:
+        """Begin to read these tensors. For shards this is a collective: all ranks call it alike."""
+        return _Read(self, keep)
+
+    def way(self, name: str) -> str:
+        """How it is read: "" by each rank for itself; else by all ranks, whichever keeps it."""
+        return ""
+
+    def replicas(self, name: str) -> list[Tensor]:
+        """This rank's own copies of the parts of a tensor that is not sharded; all ranks should have the same."""
+        return []
+
+    def shared(self, name: str) -> tuple[str, Tensor] | None:
+        """Scales of this rank's shard that belong to the shards of others, too, and a name for those who have them."""
+        return None
+
+
+class _Read(Group):
+    """Tensors that are read when they are asked for, by the ranks that keep them alone."""
+
+    def __init__(self, source: Source, keep: Keep) -> None:
+        self._source, self._keep = source, keep
+
+    def parts(self, name: str) -> dict[str, Tensor] | None:
+        if not self._keep.here:
+            return None
+        return {
+            part: tensor.to(self._keep.device or tensor.device) for part, tensor in self._source.parts(name).items()
+        }
+
+
+class Stored(Source):
+    """A source on disk.
+
+    Attributes:
+        path: the directory.
+        layout: how a Hugging Face directory is quantized, "" where it is not; None for a checkpoint.
+        format_version: the manifest's; None without a manifest.
+        blobs: names of the entries that are bytes.
+        has_checksums: whether a table of checksums was saved with it.
+        paths: key -> path in the nested state dict; empty where it is flat.
+        digests: of tensors, by name, as they were recorded when it was saved.
+        converted: the tensors that `convert` has rewritten and not the masters beside them.
+        base: path from the directory to that of the checkpoint that this one is a delta to; None: it is a full one.
+    """
+
+    path: Path
+    layout: str | None = None
+    format_version: int | None = None
+    blobs: list[str]
+    has_checksums = False
+    digests: Mapping[str, str] = MappingProxyType({})
+    converted: frozenset[str] = frozenset()
+    base: str | None = None
+    paths: Mapping[str, tuple[Any, ...]]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors and entries of bytes, in the order in which they were saved."""
+        return [*self.entries, *self.blobs]
+
+    def chunks(self, name: str) -> int:
+        """The number of pieces in which a tensor (its payload) was written."""
+        raise NotImplementedError
+
+    def file_bytes(self) -> dict[str, int]:
+        """Stored bytes of the entries in each data file, as far as the storage tells."""
+        raise NotImplementedError
+
+    def blob_size(self, name: str) -> int:
+        """Stored bytes of an entry of bytes."""
+        raise KeyError(name)
+
+    def read_blob(self, name: str) -> bytes:
+        """An entry of bytes, as it is stored; it is never unpickled."""
+        raise KeyError(name)

@@ -1,0 +1,134 @@
+"""The layout of NVIDIA ModelOpt, which TensorRT-LLM, vLLM and SGLang read.
+
+`hf_quant_config.json` beside config.json names one algorithm for all linears, or one for each of them. Scales are
+stored as they are: tensor-wide ones have no dims, those of rows one.
+"""
+
+from typing import Any
+
+from dcp_adapters.hf.layouts.layout import (
+    FLAT,
+    INPUT_SCALE,
+    Layout,
+    Linears,
+    Scheme,
+    SchemeEntry,
+    StoredAs,
+    register_layout,
+)
+
+_WEIGHT = StoredAs("payload", "weight")
+_SCALE = StoredAs("scale", "weight_scale")
+_STATIC = StoredAs(INPUT_SCALE, "input_scale")
+_GLOBAL = StoredAs("global_scale", "weight_scale_2")
+# Engines look for this name before they read on (TensorRT-LLM, and vLLM in some cases), so it names whose layout it is;
+# `written_by` names who wrote the file. The version is that of the ModelOpt whose own converter writes the same.
+OF_LAYOUT = {"name": "modelopt", "version": "0.47.0"}
+FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+NVFP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+SCHEMES = {
+    Scheme("fp8_tensor", "static"): SchemeEntry(
+        (_WEIGHT, _SCALE, _STATIC),
+        {"quant_algo": "FP8", "group": {"weights": FP8, "input_activations": FP8}, "mixes": True},
+    ),
+    Scheme("fp8_row", "dynamic"): SchemeEntry(
+        (_WEIGHT, StoredAs("scale", "weight_scale", FLAT)), {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    ),
+    Scheme("mxfp8", "dynamic"): SchemeEntry((_WEIGHT, _SCALE), {"quant_algo": "MXFP8", "group_size": 32}),
+    Scheme("nvfp4", "none"): SchemeEntry(
+        (_WEIGHT, _SCALE, _GLOBAL),
+        {"quant_algo": "W4A16_NVFP4", "group_size": 16, "group": {"weights": NVFP4}, "mixes": True},
+    ),
+    Scheme("nvfp4", "static"): SchemeEntry(
+        (_WEIGHT, _SCALE, _GLOBAL, _STATIC),
+        {
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "group": {"weights": NVFP4, "input_activations": NVFP4},
+            "mixes": True,
+        },
+    ),
+}
+_STATIC_FP8 = (
+    'its engines divide by the input_scale: calibrate one (inputs="static"), or use layout="compressed-tensors"'
+)
+_NOT_ITS = 'use layout="compressed-tensors"'
+_ROWS = 'its engines scale each token: leave the input scales out, or use layout="compressed-tensors"'
+
+_BLOCKS = 'it has such blocks for weights alone (FP8_PB_WO), use layout="fp8" or layout="compressed-tensors"'
+
+
+def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
+    """hf_quant_config.json, and the same in config.json, which newer engines read."""
+    _check_ignored(linears)
+    kinds = linears.kinds
+    configs = {scheme: layout.schemes[scheme].config for scheme in kinds}
+    first = configs[kinds[0]]
+    told: dict[str, Any] = {"quant_algo": first["quant_algo"]}
+    sizes = {config["group_size"] for config in configs.values() if "group_size" in config}
+    if len(kinds) > 1:
+        for scheme in kinds:
+            if not configs[scheme].get("mixes"):
+                raise ValueError(
+                    f"{linears.modules(scheme)[0]}: engines read {scheme} in the layout {layout.name} only where all "
+                    'linears have them; use layout="compressed-tensors", or one recipe for all'
+                )
+        told = {
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                module: {key: configs[scheme][key] for key in ("quant_algo", "group_size") if key in configs[scheme]}
+                for module, scheme in linears.schemes.items()
+            },
+        }
+    kv_cache = "FP8" if linears.kv_cache else None
+    legacy = {
+        **told,
+        "kv_cache_quant_algo": kv_cache,
+        "group_size": sizes.pop() if len(sizes) == 1 else None,
+        "exclude_modules": list(linears.ignored),
+    }
+    config: dict[str, Any] = {"quant_method": layout.name, **told, "ignore": list(linears.ignored)}
+    if all("group" in each for each in configs.values()):
+        config["config_groups"] = {
+            f"group_{number}": {
+                **configs[scheme]["group"],
+                "targets": ["Linear"] if len(kinds) == 1 else linears.modules(scheme),
+            }
+            for number, scheme in enumerate(kinds)
+        }
+    if linears.kv_cache:
+        config["kv_cache_scheme"] = FP8
+    producer = {**OF_LAYOUT, "written_by": f"{linears.producer['name']} {linears.producer['version']}"}
+    return {
+        "config.json": {**config, "producer": producer},
+        "hf_quant_config.json": {"producer": producer, "quantization": legacy},
+    }
+
+
+def _check_ignored(linears: Linears) -> None:
+    """Refuse an ignored module whose name occurs in a quantized one's: engines look for it anywhere in a name."""
+    quantized = "\n".join(linears.schemes)
+    for ignored in linears.ignored:
+        if ignored in quantized:
+            module = next(name for name in linears.schemes if ignored in name)
+            raise ValueError(
+                f"{module}: engines that read the layout {MODELOPT.name} would take it for a part of "
+                f"{ignored or 'the model itself'}, which is not quantized, as its name holds that name; quantize both "
+                'or neither, or use layout="compressed-tensors"'
+            )
+
+
+MODELOPT = Layout(
+    name="modelopt",
+    schemes=SCHEMES,
+    kv_scales={"k_scale": "k_proj.k_scale", "v_scale": "v_proj.v_scale"},
+    json=_json,
+    lacks={
+        Scheme("fp8_tensor", "dynamic"): _STATIC_FP8,
+        Scheme("fp8_row", "static"): _ROWS,
+        Scheme("fp8_block", "dynamic"): _BLOCKS,
+        Scheme("fp8_block", "static"): _BLOCKS,
+        **{Scheme(kind, "none"): _NOT_ITS for kind in ("mxfp4", "int4_32", "int4_64", "int4_128")},
+    },
+)
+register_layout(MODELOPT)

@@ -1,0 +1,154 @@
+"""Where metadata says that chunks are stored, whether the files there can hold them, and whether they do.
+
+    file_faults      all files, for a reader that looks at its directory itself
+    check_ordinary   one file, before DCP's reader opens it: opening a fifo would wait for a writer
+    check_archives   the archive of each tensor chunk to be read from it, before anything is loaded: it must hold a
+                     tensor of the dtype and size in `.metadata`; what is no plain tensor must load in torch
+
+Planners do not know a reader's directory: torch_private.OwnPath gives the last two the paths of the files.
+"""
+
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from dcp_adapters.stored.reading.headers import Headers
+from dcp_adapters.stored.reading.metadata_checks import METADATA, Fault, chunk_in_words, stored_chunk
+from dcp_adapters.stored.reading.tensor_archive import FileSlice
+
+WAY_OUT = "Nothing has been loaded; use another checkpoint"
+THIS_RANK = "This rank has loaded nothing, others may have; use another checkpoint"
+
+
+def shared_places(places: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+    """Chunks that are stored in bytes of another one: (the number of its place, that of the other, the first byte)."""
+    spans = sorted(
+        [(info.relative_path, info.offset, info.offset + info.length, number) for number, info in enumerate(places)]
+    )
+    file, reached, before = None, 0, -1
+    for path, start, end, number in spans:
+        if path != file:
+            file, reached, before = path, 0, -1
+        if before >= 0 and start < reached and start < end:
+            yield number, before, start
+        if end > reached:
+            reached, before = end, number
+
+
+def file_faults(directory: str | os.PathLike[str], storage: Mapping[MetadataIndex, Any]) -> list[Fault]:
+    """Faults of the files that sound metadata names: outside of the directory, no ordinary file, too short, shared.
+
+    A missing file is no fault here; reading it raises an error.
+    """
+    ends: dict[str, tuple[int, MetadataIndex]] = {}
+    for index, info in storage.items():
+        end = info.offset + info.length
+        if end > ends.get(info.relative_path, (-1, None))[0]:
+            ends[info.relative_path] = (end, index)
+    faults = []
+    for name, (end, index) in sorted(ends.items()):
+        found = look_at(directory, name)
+        if isinstance(found, Fault):
+            faults.append(found)
+        elif found is not None and found < end:
+            faults.append(cut_off(name, index, end, found))
+    indices = list(storage)
+    return faults + [
+        Fault(storage[indices[one]].relative_path, chunk_in_words(indices[one]), shares_bytes(start, indices[other]))
+        for one, other, start in shared_places(list(storage.values()))
+    ]
+
+
+def shares_bytes(start: int, other: MetadataIndex) -> str:
+    """What is wrong with a chunk that is stored in bytes of another."""
+    return f"it shares bytes from {start} on with {chunk_in_words(other)}"
+
+
+def look_at(directory: str | os.PathLike[str], name: str) -> int | Fault | None:
+    """Length of a file of the checkpoint, or what is wrong with it; None where there is none."""
+    root, path = Path(directory).resolve(), Path(directory, name)
+    try:
+        if not path.resolve().is_relative_to(root):
+            return Fault(name, "", f"it is a link to {path.resolve()}, outside of the checkpoint")
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        return Fault(name, "", f"it can not be looked at: {error}")
+    return found.st_size if stat.S_ISREG(found.st_mode) else Fault(name, "", "it is no ordinary file")
+
+
+def cut_off(file: str, index: MetadataIndex, end: int, size: int) -> Fault:
+    """The fault of a chunk that ends beyond the end of its file."""
+    return Fault(file, chunk_in_words(index), f"the file has {size} bytes, and this chunk ends at {end}: it is cut off")
+
+
+def check_ordinary(path: Path) -> int | None:
+    """The length of a file in bytes; None where it is missing, which reading it reports.
+
+    Raises:
+        ValueError: it is no ordinary file.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path}: no ordinary file. {WAY_OUT}")
+    return found.st_size
+
+
+def check_archives(path: Path, chunks: Mapping[MetadataIndex, Any], metadata: Metadata) -> None:
+    """Look into the archives of tensor chunks, given with their places in the file.
+
+    Raises:
+        ValueError: one cannot be read, or holds something else than the metadata says.
+    """
+    known = Headers()
+    with path.open("rb", buffering=0) as stream:
+        for index, info in sorted(chunks.items(), key=lambda held: held[1].offset):
+            entry = metadata.state_dict_metadata[index.fqn]
+            if not isinstance(entry, TensorStorageMetadata) or getattr(info, "transform_descriptors", None):
+                continue
+            held = _dtype_and_shape(path, index, stream, info, known)
+            message = other_than_said(held, entry.properties.dtype, stored_chunk(entry, index).sizes)
+            if message is not None:
+                raise ValueError(f"{path}: {chunk_in_words(index)}: {message}. {THIS_RANK}")
+
+
+def other_than_said(held: tuple[torch.dtype, tuple[int, ...]], dtype: torch.dtype, shape: Sequence[int]) -> str | None:
+    """What is wrong with what a file holds of a chunk, whose dtype and shape metadata say; None where nothing is."""
+    said = dtype, tuple(shape)
+    return None if held == said else f"the file holds {held[0]} {held[1]}, {METADATA} says {said[0]} {said[1]}"
+
+
+def unreadable(path: Path, index: MetadataIndex, error: BaseException, state: str) -> str:
+    """What to say of a chunk that could not be read; `state`: what has become of the target, and what to do."""
+    return f"{path}: {chunk_in_words(index)}: it can not be read: {type(error).__name__}: {error}. {state}"
+
+
+def _dtype_and_shape(
+    path: Path, index: MetadataIndex, stream: IO[bytes], info: Any, known: Headers
+) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape of what an archive holds."""
+    try:
+        header = known.read(stream, info.offset, info.length, "its archive")
+    except ValueError:  # a tensor of another class, perhaps, whose archive only torch understands
+        chunk = FileSlice(stream, info.offset, info.length)
+        try:
+            value = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(unreadable(path, index, error, THIS_RANK)) from error
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{path}: {chunk_in_words(index)}: the file holds a {type(value).__name__}, expected a tensor. "
+                f"{THIS_RANK}"
+            ) from None
+        return value.dtype, tuple(value.shape)
+    return header.dtype, header.shape

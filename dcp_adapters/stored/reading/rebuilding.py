@@ -1,0 +1,116 @@
+"""Read items of chunks that are stored as what changed since a base: read for, rebuilt, and handed on.
+
+    plan          all items of such a chunk are replaced by one, which reads what is stored for the chunk
+    load_bytes    the whole chunk is rebuilt from that and the base, and compared with its checksum; only then each
+                  item gets its piece, as if the reader had read it
+
+So whatever stands above (resharding, casts, conversions, checks) sees the items that it planned. One chunk is in memory
+at a time.
+"""
+
+import io
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_adapters.format.checksums import CHECKSUMS
+from dcp_adapters.format.manifest import MANIFEST, BaseLink
+from dcp_adapters.stored.reading.base import Base
+from dcp_adapters.stored.reading.order import REBUILT, has_files
+from dcp_adapters.torch_private import Alias, is_marked, unmarked
+
+WRITTEN = "Some tensors of the target may be loaded already"
+
+
+class Rebuilding:
+    """What one reader of a checkpoint needs for its marked chunks; nothing where it is a full one.
+
+    Args:
+        link: to the base; None for a full checkpoint.
+        metadata: of the checkpoint; places with aliases are added to its storage data.
+    """
+
+    def __init__(self, link: BaseLink | None, metadata: Metadata) -> None:
+        self.link, self.metadata = link, metadata
+        self.base: Base | None = None
+        self._numbers = itertools.count()
+        self._waiting: dict[MetadataIndex, tuple[MetadataIndex, list[ReadItem]]] = {}  # by destination
+
+    def instead(self, items: Sequence[ReadItem]) -> list[ReadItem]:
+        """The items to read in place of these, in their order.
+
+        Raises:
+            ValueError: a chunk is marked that may not be.
+        """
+        stored = self.metadata.storage_data
+        if not has_files(stored):
+            return list(items)
+        out: list[ReadItem] = []
+        chunks: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in items:
+            index = item.storage_index
+            if item.type is LoadItemType.BYTE_IO or not is_marked(stored.get(index)):
+                out.append(item)
+                continue
+            if self.link is None or index.fqn in (MANIFEST, CHECKSUMS):
+                raise ValueError(
+                    f"{index.fqn} is stored as what changed since a base, which the manifest does not name; the "
+                    "checkpoint is damaged, use another one"
+                )
+            if index not in chunks:
+                chunks[index] = []
+                out.append(self._item(index, chunks[index]))
+            chunks[index].append(item)
+        return out
+
+    def _item(self, index: MetadataIndex, items: list[ReadItem]) -> ReadItem:
+        stored, zero = self.metadata.storage_data, torch.Size([0])
+        number = torch.Size([next(self._numbers)])
+        alias, into = Alias(REBUILT, number, original=index), MetadataIndex(REBUILT, number)
+        stored[alias] = unmarked(stored[index])
+        self._waiting[into] = index, items
+        return ReadItem(LoadItemType.BYTE_IO, into, zero, alias, zero, zero)
+
+    @property
+    def needed(self) -> bool:
+        """Whether a chunk has to be rebuilt and the base has not been opened."""
+        return bool(self._waiting) and self.base is None
+
+    def open(self, directory: Path) -> None:
+        """Find the base of the checkpoint in `directory`, once, where a chunk has to be rebuilt. Raises as Base.of."""
+        if self.needed:
+            assert self.link is not None
+            self.base = Base.of(self.link, directory)
+
+    @staticmethod
+    def is_for(item: ReadItem) -> bool:
+        """Whether it is one of `instead`'s own."""
+        return item.dest_index.fqn == REBUILT
+
+    def pieces(self, item: ReadItem, value: io.BytesIO, checksum: bytes | None) -> Iterator[tuple[ReadItem, Tensor]]:
+        """The items that one of `instead`'s own replaces, each with its piece of the chunk. Raises as Base.rebuilt."""
+        index, items = self._waiting.pop(item.dest_index)
+        self.metadata.storage_data.pop(Alias(REBUILT, item.dest_index.offset), None)
+        assert self.base is not None
+        try:
+            chunk = self.base.rebuilt(index, self.metadata, value.getvalue(), checksum)
+        except (ValueError, OSError) as error:
+            if WRITTEN in str(error):  # of the reader of the base
+                raise
+            kind = OSError if isinstance(error, OSError) else ValueError
+            raise kind(f"{error}. {WRITTEN}") from error
+        for each in items:
+            piece = chunk
+            for dim, (start, length) in enumerate(zip(each.storage_offsets, each.lengths, strict=True)):
+                piece = piece.narrow(dim, start, length)
+            yield each, piece
+
+    def chunk_of(self, item: ReadItem) -> MetadataIndex:
+        """The chunk that an own item is for."""
+        return self._waiting[item.dest_index][0]

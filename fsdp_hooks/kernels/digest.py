@@ -1,0 +1,171 @@
+"""Digests of bytes, computed on their device: they tell whether anybody wrote, without a copy to compare with.
+
+A tensor's bytes are read as 64-bit words in blocks, filled up with zeros: 1024 words a block for a large tensor, else
+64. The words of a group of tensors are mixed and added up in two levels, with wrap-around:
+
+    block  = sum over its words w, numbered j                   mix(w * odd(j))
+    digest = sum over the blocks of all tensors, numbered b     mix(block * odd(b))        + the tensors' sizes
+
+    mix(x)   x ^= x >>> 32;  x *= odd constant;  x ^= x >>> 32                one-to-one
+    odd(i)   (i * 2^64 / golden ratio) | 1                                    unrelated for every place
+
+Every step is one-to-one in each word, so a change of one word (or one element) is always detected. Any other accidental
+change is missed with a chance of about 2^-32: a change of several words, of all signs in a column, or of the order of
+blocks. (Sign bits stay the highest bits in the product and would cancel in pairs, hence the mix, whose low halves
+depend on all bits. Blocks that change places are detected because every place has a weight of its own.) The same bytes
+in the same shapes have the same digest on every rank, eager and compiled, because integer sums do not depend on order.
+
+Large tensors are read once, in place, in wide blocks, since a vectorised loop has a cost at the end of each block.
+Small ones of one shape and dtype are stacked, which copies them, so that a thousand of them take a dozen operations
+instead of ten thousand.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.kernels.compiled import Kernel
+from fsdp_hooks.lazy_bits import resolved
+
+NARROW, WIDE = 64, 1024  # words in a block
+LARGE = 2**18  # bytes; smaller tensors are stacked
+STACK = 2**24  # bytes that are stacked at a time, so that no second copy of a large model is needed
+EAGER = 2**20  # words that eager code mixes at a time; compiled code needs no temporaries
+# Signed 64-bit numbers; all are odd, so that multiplying by them loses nothing. Other digests use them, too.
+GOLDEN = -7046029254386353131  # 2^64 / golden ratio
+MIX = -7723592293110705685  # a constant of splitmix64, the one it multiplies by last
+MIX_FIRST = -4658895280553007687  # the one before
+LOW = 2**32 - 1
+
+
+def digest(tensors: Iterable[Tensor]) -> Tensor:
+    """int64 []: the digest of the bytes of one or more tensors, in this order."""
+    return digests([list(tensors)])[0]
+
+
+def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+    """int64 [groups]: the digest of each group of tensors. There is at least one tensor, and a group is on one device.
+
+    Where the groups are on several devices, all digests come to that of the first.
+    """
+    devices = list(dict.fromkeys([group[0].device for group in groups if group]))
+    if len(devices) > 1:
+        there = [group[0].device if group else None for group in groups]
+        none = torch.zeros((), dtype=torch.int64, device=devices[0])
+        found: dict[int, Tensor] = {}
+        for device in devices:
+            own = [number for number, place in enumerate(there) if place == device]
+            read = digests([groups[number] for number in own]).to(devices[0])
+            found |= dict(zip(own, read.unbind(), strict=True))
+        return torch.stack([found.get(number, none) for number in range(len(groups))])
+    device = devices[0]
+    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    # autocast refuses to stack float8
+    with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
+        return _digests(groups, device)
+
+
+def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+    alike: dict[tuple[tuple[torch.dtype, torch.Size], ...], list[int]] = {}  # groups of tensors of the same kinds
+    for number, group in enumerate(groups):
+        alike.setdefault(tuple((tensor.dtype, tensor.shape) for tensor in group), []).append(number)
+    kinds: dict[tuple[torch.dtype, torch.Size], _Kind] = {}
+    sizes = [0] * len(groups)
+    for keys, numbers in alike.items():
+        first = size = 0
+        for place, key in enumerate(keys):
+            tensors = [groups[number][place] for number in numbers]
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = _Kind(tensors[0])
+            kind.tensors += tensors
+            kind.owners += numbers
+            kind.firsts += [first] * len(numbers)
+            first += kind.blocks
+            size += (2 * place + 1) * kind.nbytes
+        for number in numbers:
+            sizes[number] = size
+    # made on the host, whatever the default device; non_blocking, so that host and device do not wait for each other
+    result = torch.tensor(sizes, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+    weights = _odd(torch.arange(1, WIDE + 1, dtype=torch.int64, device=device))
+    for kind in kinds.values():
+        if kind.nbytes:
+            told = torch.tensor([kind.owners, kind.firsts], dtype=torch.int64, device="cpu")
+            owners, firsts = told.to(device, non_blocking=True)
+            places = torch.arange(1, kind.blocks + 1, dtype=torch.int64, device=device) + firsts[:, None]
+            sums = torch.cat([sum_ for blocks in kind.read() for sum_ in _sums(blocks, weights)])
+            result.index_add_(0, owners, _mixed(sums.view(-1, kind.blocks) * _odd(places)).sum(1))
+    return result
+
+
+class _Kind:
+    """Tensors of one shape and dtype, the group of each, and the number of its first block in that group."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.nbytes = like.nbytes
+        self.words = NARROW if self.nbytes < LARGE else WIDE  # of a block
+        self.blocks = -(-self.nbytes // (8 * self.words))  # of one tensor
+        self.tensors: list[Tensor] = []
+        self.owners: list[int] = []
+        self.firsts: list[int] = []
+
+    def read(self) -> Iterator[Tensor]:
+        """The blocks of all tensors in order, as pieces int64 [n, words]."""
+        if self.nbytes < LARGE:
+            at_once = max(1, STACK // self.nbytes)
+            for start in range(0, len(self.tensors), at_once):
+                some = torch.stack(self.tensors[start : start + at_once])
+                yield self._blocks(some.view(len(some), -1).view(torch.uint8))
+            return
+        whole = self.nbytes - self.nbytes % (8 * self.words)
+        for tensor in self.tensors:
+            data = resolved(tensor).reshape(-1).view(torch.uint8)
+            aligned = data if data.storage_offset() % 8 == 0 else data.clone()
+            yield aligned[:whole].view(torch.int64).view(-1, self.words)
+            if whole < self.nbytes:
+                yield self._blocks(data[None, whole:])
+
+    def _blocks(self, data: Tensor) -> Tensor:
+        """The blocks int64 [n, words] of contiguous uint8 [tensors, bytes], filled up with zeros."""
+        missing = -data.shape[1] % (8 * self.words)
+        if missing:
+            data = torch.cat([data, data.new_zeros(len(data), missing)], dim=1)
+        return data.view(torch.int64).view(-1, self.words)
+
+
+def _odd(place: Tensor) -> Tensor:
+    """The weight of a place, an odd number."""
+    return (place * GOLDEN) | 1
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Mix the bits of each number, in place; the shifts are logical, so that x and ~x have different results."""
+    x.bitwise_xor_((x >> 32).bitwise_and_(LOW)).mul_(MIX)
+    return x.bitwise_xor_((x >> 32).bitwise_and_(LOW))
+
+
+def _sums(blocks: Tensor, weights: Tensor) -> Iterator[Tensor]:
+    """The sum of each block, for one piece of the blocks at a time."""
+    words = blocks.shape[1]
+    kernel = _narrow_sums if words == NARROW else _wide_sums
+    for piece in [blocks] if kernel.compiles(blocks) else blocks.split(EAGER // words):
+        yield kernel(piece, weights[:words])
+
+
+# The width is a constant and weights are loaded from memory, so that the compiled loops are vectorised.
+
+
+def _narrow(blocks: Tensor, weights: Tensor) -> Tensor:
+    assert blocks.shape[1] == 64
+    return _mixed(blocks * weights).sum(1)
+
+
+def _wide(blocks: Tensor, weights: Tensor) -> Tensor:
+    assert blocks.shape[1] == 1024
+    return _mixed(blocks * weights).sum(1)
+
+
+_narrow_sums = Kernel(_narrow, "digest_narrow_blocks")
+_wide_sums = Kernel(_wide, "digest_wide_blocks")

@@ -1,0 +1,204 @@
+"""NVFP4: E2M1 elements, two a byte, in 16-blocks with E4M3 scales under one fp32 global scale.
+
+    value        = q * scale * global_scale
+
+    S            = 1 if amax_tensor == 0 else min(2688 / amax_tensor, FLT_MAX)          (2688 = 448 * 6)
+    global_scale = 1 / S
+    scale        = E4M3_RNE(clamp(min(amax_block * (S * fp32(1/6)), FLT_MAX), 0, 448))
+    enc          = min(1 / (scale * global_scale), FLT_MAX)
+    q            = E2M1_RNE(clamp(x * enc, -6, 6))
+
+These are the formulas of TransformerEngine's kernels. The low nibble is the even column. A block that held an element
+that is not finite gets the scale NaN and decodes to NaN; a block with scale 0 decodes to 0.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+from qtensor.numerics.fineness import ORIGIN, Fineness, fineness
+from qtensor.numerics.triton_kernels import ByHand
+from qtensor.products.dynamic import swizzled
+from qtensor.spec.blocks import (
+    FLT_MAX,
+    BlockFacts,
+    block_amax,
+    encoding_scale,
+    finite,
+    fp32,
+    marked_blocks,
+    marks,
+    quotient,
+    tile,
+)
+from qtensor.spec.codecs import e2m1, e8m0
+from qtensor.spec.format import Format, PartSpec, Route
+from qtensor.spec.recipes import Recipe, check_choice
+from qtensor.spec.registry import register
+from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+BLOCK = 16
+LARGEST_SCALE, LEAST_SCALE = 448.0, 2.0**-9
+E4M3_EXPONENTS = (-9, 8)  # of the least and the largest power of two among E4M3 scales
+SIXTH = fp32(1 / 6)  # fp32(1/6), exactly representable
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class NVFP4BlockScaling(Recipe):
+    """NVFP4: 4-bit elements in blocks of 16 with E4M3 scales and one fp32 global scale.
+
+    Args:
+        blocks: "row" (1x16 along K) or "square" (16x16).
+        activations: None, or "dynamic": a linear layer quantizes its input too, in 1x16 blocks under a global scale a
+            row.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    blocks: str = "row"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "blocks", ("row", "square"))
+
+
+class _NVFP4(Format):
+    converts = True
+    judges = True
+
+    def parts(self, recipe: NVFP4BlockScaling) -> tuple[PartSpec, ...]:
+        return (
+            PartSpec("payload", torch.uint8, block=2, codes=torch.float4_e2m1fn_x2),
+            PartSpec("scale", torch.float8_e4m3fn, block=BLOCK),
+            PartSpec("global_scale", torch.float32, per_row=False),
+        )
+
+    def quantizer(
+        self, x: Tensor, recipe: NVFP4BlockScaling, amax: Tensor | None, blocks: BlockFacts | None = None
+    ) -> dict[str, Tensor]:
+        assert amax is not None
+        enc = encoding_scale(LARGEST_SCALE * e2m1.LARGEST, amax)
+        return _under_global_scale(x, recipe, enc, quotient(1.0, enc), blocks)
+
+    def grid(self, recipe: NVFP4BlockScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        dec = quantizer["scale"].float() * quantizer["global_scale"]
+        return quotient(1.0, dec).clamp(max=FLT_MAX), dec
+
+    def encode_with(
+        self, x: Tensor, recipe: NVFP4BlockScaling, quantizer: Mapping[str, Tensor], enc: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        enc = self.grid(recipe, quantizer)[0] if enc is None else enc
+        blocks = tile(x, BLOCK)  # [.., K // 16, 16]
+        whole = finite(blocks)
+        broken = marked_blocks(quantizer, whole, BLOCK, square=recipe.blocks == "square")
+        payload = e2m1.encode(blocks * enc.unsqueeze(-1), whole).reshape(*x.shape[:-1], x.shape[-1] // 2)
+        marked = torch.where(broken > 0, math.nan, quantizer["scale"].to(torch.float32)).to(torch.float8_e4m3fn)
+        return {"payload": payload, "scale": marked, "global_scale": quantizer["global_scale"]}
+
+    def adopt(
+        self, x: Tensor, recipe: NVFP4BlockScaling, scale: Tensor, blocks: BlockFacts | None = None
+    ) -> dict[str, Tensor]:
+        enc = quotient(1.0, scale).clamp(max=FLT_MAX)
+        return self.encode_with(x, recipe, _under_global_scale(x, recipe, enc, scale.clone(), blocks))
+
+    def fineness(self, x: Tensor, recipe: NVFP4BlockScaling) -> tuple[Fineness, Fineness | None]:
+        facts = fineness(x, BLOCK, e2m1.MANTISSA)
+        facts = facts.spread(BLOCK) if recipe.blocks == "square" else facts
+        too_wide = (_least_exponent(facts.amax) > _largest_exponent(facts.depth)) & (facts.depth > 0)
+        mixed = (facts.nan * facts.number > 0) | (facts.broken > 0)
+        facts = facts._replace(broken=(too_wide | mixed).to(torch.float32))
+        return facts, facts.joined()
+
+    def fitted(
+        self, recipe: NVFP4BlockScaling, facts: Fineness, shared: Fineness
+    ) -> tuple[dict[str, Tensor], None, Tensor]:
+        top = (_least_exponent(shared.amax) - E4M3_EXPONENTS[1]).clamp(min=-126)  # of the global scale
+        least = (top + E4M3_EXPONENTS[0]).clamp(min=-126)
+        holds = (shared.amax > 0) & (shared.broken == 0) & (_largest_exponent(shared.depth) >= least)
+        exponent = torch.maximum(_least_exponent(facts.amax), least)
+        scale = torch.where(facts.amax > 0, e8m0.power_of_two(exponent - top + 127), 0.0)
+        return {"scale": scale.to(torch.float8_e4m3fn), "global_scale": e8m0.power_of_two(top + 127)}, None, holds
+
+    def asked(self, parts: Mapping[str, Tensor], recipe: NVFP4BlockScaling, name: str, largest: Tensor) -> Tensor:
+        """A block by its largest element, the global scale by the largest scale of a block.
+
+        amax / (scale * global_scale) is 6 up to half a step of the scale: above 5.6 for a normal one, 4.5 for twice the
+        least scale and 3 for the least; rounding stochastically may take it to the element before. The largest scale is
+        448. Scales of 0, and those in whose products fp32 loses bits, say nothing.
+        """
+        wide = parts["global_scale"]
+        if name == "global_scale":
+            return (
+                (largest >= LARGEST_SCALE) | ((largest == 0) & (wide == 1)) | (wide < torch.finfo(torch.float32).tiny)
+            )
+        scale = parts["scale"].to(torch.float32)
+        made = (largest >= 4) | ((largest >= 3) & (scale == LEAST_SCALE))
+        return made | (scale == 0) | scale.isnan() | (scale * wide < torch.finfo(torch.float32).tiny)
+
+    def snap(self, scaled: Tensor, recipe: NVFP4BlockScaling) -> Tensor:
+        return e2m1.snapped(scaled)
+
+    def by_hand(self, recipe: NVFP4BlockScaling) -> ByHand:
+        return ByHand("nvfp4", {"square": recipe.blocks == "square"})
+
+    def decode(self, parts: Mapping[str, Tensor], recipe: NVFP4BlockScaling) -> Tensor:
+        values = e2m1.decode(parts["payload"])  # [.., K]
+        dec = parts["scale"].float() * parts["global_scale"]  # NaN for a block that is not finite
+        return (tile(values, BLOCK) * dec.unsqueeze(-1)).reshape(values.shape)
+
+
+def _under_global_scale(
+    x: Tensor, recipe: NVFP4BlockScaling, enc: Tensor, global_scale: Tensor, blocks: BlockFacts | None
+) -> dict[str, Tensor]:
+    """The quantizer of x under a global scale = 1 / `enc` (fp32, [] or one a row)."""
+    own = block_amax(x, BLOCK, square=recipe.blocks == "square") if blocks is None else blocks.amax
+    scale = (own * (enc * SIXTH)).clamp(max=LARGEST_SCALE)
+    return {"scale": scale.to(torch.float8_e4m3fn), "global_scale": global_scale, **marks(blocks)}
+
+
+def _least_exponent(amax: Tensor) -> Tensor:
+    """int32: the least t for which 6 * 2^t is no less than a magnitude that an element times a power of two has."""
+    return e8m0.code_up(amax * SIXTH) - 127
+
+
+def _largest_exponent(depth: Tensor) -> Tensor:
+    """int32: the largest t for which 2^t times half, the least element, is no more than the least 2^p."""
+    return (ORIGIN - depth).to(torch.int32) + 1
+
+
+class NVFP4Tensor(QuantizedTensor):
+    """An NVFP4 quantized tensor: `payload` uint8 [.., K // 2], `scale` E4M3 [.., K // 16], `global_scale` fp32 []."""
+
+
+def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The hardware's product of elements and block scales in fp32, then times the global scales by row and column.
+
+    (The hardware takes one global scale for a whole operand, but quantized rows and a gathered weight have several.)
+    """
+    y = scaled_mm(
+        x["payload"].view(torch.float4_e2m1fn_x2),  # [M, K // 2]
+        w["payload"].view(torch.float4_e2m1fn_x2).t(),  # [K // 2, N]
+        swizzled(x["scale"]),
+        ScalingType.BlockWise1x16,
+        swizzled(w["scale"]),
+        ScalingType.BlockWise1x16,
+        swizzle_a=SwizzleType.SWIZZLE_32_4_4,
+        swizzle_b=SwizzleType.SWIZZLE_32_4_4,
+        output_dtype=torch.float32,
+    )
+    return (y * x["global_scale"] * w["global_scale"].reshape(1, -1)).to(dtype)  # [M, 1] and [1, 1] or [1, N]
+
+
+register(
+    NVFP4BlockScaling,
+    _NVFP4(),
+    NVFP4Tensor,
+    names={"nvfp4": NVFP4BlockScaling(), "nvfp4-square": NVFP4BlockScaling(blocks="square")},
+    # scaled_mm needs a multiple of 16 packed bytes, which is 32 columns.
+    route=Route(multiply=_multiply, capabilities=((10, 0), (11, 0), (12, 0)), columns=32),
+)

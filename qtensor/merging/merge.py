@@ -1,0 +1,365 @@
+"""Merge updates (trained adapters, say) into weights where they are: quantized, sharded, one weight at a time.
+
+    W' = requantize(dequantize(W) + update)          in fp32, under the weight's own recipe
+
+    every weight    values and update of this rank's piece  ->  claims on scales that shards share, finite or not
+                    ->  one all-reduce for all weights
+    every weight    the same sum again  ->  bytes under the agreed scales  ->  what was lost, in sums
+                    ->  one all-reduce of the sums
+
+The sum is computed twice, so that a dense copy exists of one weight at a time. Since a piece of an update holds the
+bits of the whole one, and scales that shards share are agreed on as in an optimizer step, the bytes are those of one
+process on any number of ranks. A weight whose update is zero everywhere keeps its bytes.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_hooks.scale_sync import (
+    MEETING,
+    cuts_of,
+    groups_of,
+    groups_sharing,
+    is_gathered,
+    label_of,
+    max_over_groups,
+    meeting_of,
+    parameters_at_rest,
+    scales_of,
+    sum_over_groups,
+    tell_groups,
+)
+from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
+from fsdp_hooks.versions import count_writes
+from fsdp_hooks.wrappers import Names
+from qtensor.merging.low_rank import LowRankUpdate
+from qtensor.merging.merge_report import COLUMNS, MergeReport, line
+from qtensor.merging.written_memory import why_unwritable
+from qtensor.numerics.tiles import chunk_of
+from qtensor.scales.agreement import claim_of, decided
+from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.spec.registry import APPEARANCE_DTYPES
+from qtensor.tensor.contents import decoded, write
+from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+Update = LowRankUpdate | Callable[[tuple[slice, ...]], Tensor]
+
+WHAT = "merge_"
+FACTS = 2  # of each weight: whether an update is not zero, whether a value is not finite
+
+
+def merge_(
+    model_or_named_params: nn.Module | Iterable[tuple[str, Tensor]], updates: Mapping[str, Update]
+) -> MergeReport:
+    """Add updates to weights in place, requantized under their own recipes; a collective where weights are sharded.
+
+    Call it on all ranks, with the same updates. Weights may be quantized or dense, plain or sharded (FSDP2, HSDP, TP,
+    FSDP2 x TP); every rank adds its own piece, in fp32. Dense weights are rounded to their dtype, and those of
+    storage="high_precision" agree on the scales of their gathers. The bytes are those of one process. A preserved
+    initial value becomes the merged value, and an amax history begins anew. Optimizers that hold masters of these
+    weights notice the write, as they do any other.
+
+    Args:
+        model_or_named_params: a module, or pairs of a name and a parameter.
+        updates: name of a parameter [.., N, K], with or without steps into wrappers -> its update: factors of low rank,
+            or a callable. A callable gets the place of this rank's piece in the whole weight, one slice a dim, and
+            returns that piece of the update, in any floating dtype. It is called twice, and must return the same values
+            both times.
+
+    Returns:
+        What rounding took from each update; the same on all ranks.
+
+    Raises:
+        ValueError: an update for a weight that does not exist or has another shape, or that gives values that are not
+            finite; a weight that is gathered, on the meta device, or no floating one. On all ranks; nothing has been
+            written.
+        RuntimeError: on all ranks of a group, where they have different updates, or one of them failed; nothing has
+            been written, unless a callable failed at its second call, which the error says.
+
+    Warns:
+        UserWarning: less than a tenth of an update survived, or the weight is farther from weight + update than before,
+            since rounding under new scales cost more than the update was.
+    """
+    named = _named(model_or_named_params)
+    weights, problems = _found(named, _by_own_names(model_or_named_params, named, updates))
+    exchange = _Exchange(named, weights)
+    if problems:
+        exchange.tell()
+        raise ValueError(f"merge_: {'; '.join(problems)}. No weight was written")
+    with torch.no_grad():
+        moves, agreed = exchange.agree()
+        try:
+            sums = [weight.merged(one, moves=yes) for weight, one, yes in zip(weights, agreed, moves, strict=True)]
+        except Exception:
+            exchange.summed(None)
+            raise
+        count_writes(weight.param for weight, yes in zip(weights, moves, strict=True) if yes)
+        report = MergeReport(tuple(exchange.lines(sums)))
+    _warn(report)
+    return report
+
+
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """One weight with its update, as this rank sees them.
+
+    Attributes:
+        local: the parameter's local tensor: a QuantizedTensor, a HighPrecisionWeight or a plain tensor.
+        index: the place of the local tensor in the whole weight.
+    """
+
+    name: str
+    param: Tensor
+    local: Any
+    update: Update
+    index: tuple[slice, ...]
+
+    @cached_property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups over which the weight is cut."""
+        return groups_of(self.param, lambda _dim: True)
+
+    @cached_property
+    def sharing(self) -> list[dist.ProcessGroup]:
+        """The groups over which its shards share scales."""
+        return groups_sharing(self.param)
+
+    @cached_property
+    def cut(self) -> CutBlocks | None:
+        """The square blocks that its shards cut."""
+        recipe = getattr(self.local, "recipe", None)
+        return None if recipe is None else cut_blocks_of(self.param, recipe)
+
+    @property
+    def label(self) -> str:
+        """What must be equal on all ranks."""
+        update = self.update
+        how = f"of rank {update.a.shape[-2]} times {update.scaling}" if isinstance(update, LowRankUpdate) else "called"
+        return f"{label_of(self.name, self.param)}, update {how}"
+
+    def values(self) -> Tensor:
+        """fp32, a copy: what the weight holds."""
+        local = self.local
+        if isinstance(local, QuantizedTensor):
+            return decoded(local, torch.float32)
+        return (local.dense if isinstance(local, HighPrecisionWeight) else local).to(torch.float32, copy=True)
+
+    def change(self) -> Tensor:
+        """fp32: this rank's piece of the update."""
+        piece = self.update(self.index)
+        if tuple(piece.shape) != tuple(self.local.shape):
+            raise ValueError(
+                f"merge_: {self.name}: the update returned {tuple(piece.shape)} for {_shown(self.index)}, expected "
+                f"{tuple(self.local.shape)}. No weight was written"
+            )
+        return piece.detach().to(self.local.device, torch.float32)
+
+    def looked_at(self) -> tuple[Tensor, Tensor | None]:
+        """fp32 [FACTS] and the claim on shared scales (None: it has none) of the sum of weight and update."""
+        before, change = self.values(), self.change()
+        wanted = self._stored(before + change)
+        broken = ~change.isfinite() | (~wanted.isfinite() & before.isfinite())  # a weight may hold NaN already
+        facts = torch.stack([(change != 0).any(), broken.any()]).to(torch.float32)
+        return facts, claim_of(wanted, self.local.recipe, self.cut) if self.sharing else None
+
+    def merged(self, agreed: Tensor | None, *, moves: bool) -> Tensor:
+        """Write the sum under what was agreed on, if the update moves any element; fp64 [COLUMNS]: what it did."""
+        before, change = self.values(), self.change()
+        if moves:
+            self._write(self._stored(before + change), agreed)
+        return _sums(before, change, self.values() if moves else before)
+
+    def _stored(self, values: Tensor) -> Tensor:
+        """fp32 values in the dtype in which a dense weight keeps them."""
+        return values if isinstance(self.local, QuantizedTensor) else values.to(self.local.dtype)
+
+    def _write(self, values: Tensor, agreed: Tensor | None) -> None:
+        local = self.local
+        if isinstance(local, QuantizedTensor):
+            write(local, values, *decided(values, local.recipe, self.cut, agreed))
+            return
+        (local.dense if isinstance(local, HighPrecisionWeight) else local).copy_(values)
+        scales = scales_of(self.param)
+        if agreed is not None and scales is not None:
+            scales.adopt(agreed)
+
+
+class _Exchange:
+    """What ranks exchange about some weights, in the order of their labels.
+
+    All groups that cut any parameter take part, so that no rank waits for one with other updates, or without any.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], weights: Sequence[_Weight]) -> None:
+        self.weights = weights
+        there = {name: param for name, param in named.items() if not param.is_meta}
+        self.meeting = meeting_of([label_of(*pair) for pair in there.items()], cuts_of(list(there.values())))
+        self.device = next((local_of(param).device for param in there.values()), torch.device("cpu"))
+        self.sharing = [number for number, weight in enumerate(weights) if weight.sharing]
+        texts = [weight.label for weight in weights]
+        self.labels = [(text,) for text in texts]
+        self.claims = [(f"{texts[number]}, scales",) for number in self.sharing]
+        self.groups = [weight.groups for weight in weights]
+        self.over = [weights[number].sharing for number in self.sharing]
+
+    def tell(self) -> None:
+        """Called instead of `agree` on a rank that failed: the others raise instead of waiting for it."""
+        tell_groups([MEETING], [self.meeting], self.device)
+
+    def agree(self) -> tuple[list[bool], list[Tensor | None]]:
+        """Of each weight: whether any element moves, and what its shards agreed on for the scales they share.
+
+        Raises:
+            ValueError: on all ranks, where values are not finite.
+        """
+        try:
+            seen = [weight.looked_at() for weight in self.weights]
+        except Exception:
+            self.tell()
+            raise
+        values = [facts for facts, _ in seen] + [claim for _, claim in seen if claim is not None]
+        flags = [facts[1:].to(self.device) for facts, _ in seen]  # where all meet: one replica alone may see a NaN
+        values.append(torch.cat([torch.zeros(1, dtype=torch.float32, device=self.device), *flags]).amax().view(1))
+        labels, groups = [*self.labels, *self.claims, MEETING], [*self.groups, *self.over, self.meeting]
+        largest, _ = max_over_groups(WHAT, labels, values, groups)
+        facts = torch.stack(largest[: len(seen)]).tolist() if seen else []
+        if broken := [weight.name for weight, (_, bad) in zip(self.weights, facts, strict=True) if bad]:
+            raise ValueError(
+                f"merge_: {', '.join(broken)}: the update, or the weight with it, is not finite; look for NaN, inf or "
+                "an overflow in the adapter. No weight was written"
+            )
+        if bool(largest[-1]):
+            raise ValueError(
+                "merge_: on another rank an update, or the weight with it, is not finite, see the error there. No "
+                "weight was written"
+            )
+        agreed: list[Tensor | None] = [None] * len(seen)
+        for number, one in zip(self.sharing, largest[len(seen) : -1], strict=True):
+            agreed[number] = one
+        return [bool(moves) for moves, _ in facts], agreed
+
+    def lines(self, sums: Sequence[Tensor]) -> Iterator[Any]:
+        """The entries of the report, from what this rank's pieces add up to."""
+        for weight, one in zip(self.weights, self.summed(sums), strict=True):
+            yield line(weight.name, weight.param.numel(), one)
+
+    def summed(self, sums: Sequence[Tensor] | None) -> list[list[float]]:
+        """Sums over all pieces; None on a rank that failed while it wrote, so that the others do not wait for it.
+
+        Raises:
+            RuntimeError: on those others.
+        """
+        if sums is None:
+            devices = [weight.local.device for weight in self.weights]
+            flagged = [torch.ones(COLUMNS + 1, dtype=torch.float64, device=device) for device in devices]
+        else:
+            flagged = [F.pad(one, (0, 1)) for one in sums]
+        total = [one.tolist() for one in sum_over_groups(self.labels, flagged, self.groups)]
+        if sums is not None and any(one[-1] for one in total):
+            raise RuntimeError(
+                "merge_: another rank failed while weights were written, see its error: some weights hold the merged "
+                "values and some do not; load them again"
+            )
+        return [one[:-1] for one in total]
+
+
+def _named(model_or_named_params: nn.Module | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    if not isinstance(model_or_named_params, nn.Module):
+        return dict(model_or_named_params)
+    parameters_at_rest(model_or_named_params)  # first: it puts the shards back, which are other parameters
+    return dict(model_or_named_params.named_parameters(remove_duplicate=False))
+
+
+def _by_own_names(
+    model_or_named_params: Any, named: Mapping[str, Tensor], updates: Mapping[str, Update]
+) -> dict[str, Update]:
+    """The updates by the names of `named_parameters()`, where some are by those of the plain model."""
+    if not isinstance(model_or_named_params, nn.Module) or all(name in named for name in updates):
+        return dict(updates)
+    plain = Names(model_or_named_params).plain
+    own = {plain(name): name for name in named}
+    return {name if name in named else own.get(name, name): update for name, update in updates.items()}
+
+
+def _found(named: Mapping[str, Tensor], updates: Mapping[str, Update]) -> tuple[list[_Weight], list[str]]:
+    """The weights to be updated, and why some updates have none, in words."""
+    weights, problems = [], []
+    updated: dict[Tensor, str] = {}
+    for name, update in updates.items():
+        param = named.get(name)
+        if param is None:
+            problems.append(f"{name}: no parameter has this name; take those of named_parameters()")
+        elif (why := _unfit(param, update)) is not None:
+            problems.append(f"{name}: {why}")
+        elif param in updated:
+            problems.append(f"{name} is the same parameter as {updated[param]}; give one update for both")
+        else:
+            updated[param] = name
+            weights.append(_Weight(name, param, local_of(param), update, _index_of(param)))
+    return weights, problems
+
+
+def _unfit(param: Tensor, update: Update) -> str | None:
+    """Why a parameter cannot take an update, in words."""
+    if is_gathered(param):
+        return "it is gathered for a forward, not a shard; call reshard() on its FSDP module, and take it anew"
+    if param.is_meta:
+        return "it is on the meta device; call to_empty() and load it first"
+    if param.dtype not in APPEARANCE_DTYPES:
+        return f"it holds {param.dtype}; expected bf16, fp16, fp32 or a quantized weight"
+    if (why := why_unwritable(param)) is not None:
+        return why
+    if isinstance(update, LowRankUpdate) and update.shape != tuple(param.shape):
+        return f"the update has shape {update.shape}, the weight {tuple(param.shape)}"
+    return None
+
+
+def _index_of(param: Tensor) -> tuple[slice, ...]:
+    """The place of this rank's piece in the whole parameter."""
+    sizes, offsets = tuple(param.shape), (0,) * param.ndim
+    if isinstance(param, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+
+
+def _shown(index: Sequence[slice]) -> str:
+    return f"[{', '.join(f'{one.start}:{one.stop}' for one in index)}]"
+
+
+def _warn(report: MergeReport) -> None:
+    """Warn of weights for which the merge did nothing, or harm."""
+    if lost := [weight.name for weight in report.weights if weight.lost]:
+        warnings.warn(
+            f"merge_: rounding took the update back from {', '.join(lost)}: nearly all of it is smaller than half a "
+            "step of the format. Keep the adapter beside the weight, or merge into the dense weight and quantize that",
+            stacklevel=3,
+        )
+    if worse := [weight.name for weight in report.weights if weight.worse]:
+        warnings.warn(
+            f"merge_: {', '.join(worse)} are farther from weight + update than before the merge: rounding under new "
+            "scales cost more than the update is worth. Keep the adapter beside the weight, or merge into the dense "
+            "weight and quantize that",
+            stacklevel=3,
+        )
+
+
+def _sums(before: Tensor, change: Tensor, after: Tensor) -> Tensor:
+    """fp64 [COLUMNS], see merge_report.py; in pieces, so that no fp64 copy is large."""
+    size = chunk_of(before.device)
+    total = torch.zeros(COLUMNS, dtype=torch.float64, device=before.device)
+    for was, update, now in zip(*(x.reshape(-1).split(size) for x in (before, change, after)), strict=True):
+        moved, asked, wanted = now.double() - was.double(), update.double(), was.double() + update.double()
+        changed = (now != was) & ~(now.isnan() & was.isnan())
+        products = (moved * asked, asked.square(), (moved - asked).square(), wanted.square(), changed.double())
+        total += torch.stack([product.sum() for product in products])
+    return total

@@ -1,0 +1,6 @@
+"""Quantized weights in models that know nothing of them.
+
+model_init.py  quantized_model_init while a model is built, quantize_ afterwards
+routers.py     linears that choose experts, which stay as they are
+loading.py     dense state dicts into quantized models
+"""

@@ -1,0 +1,266 @@
+"""From recipe A to recipe B: exactly where the values allow it, else by B's encoding of A's fp32 values.
+
+Each scale of B is decided by itself, and gets the first of these that keeps every value under it, bit for bit:
+
+    kept      both recipes have elements of one kind, and A's scales are equal under B's: A's payload, and that scale
+    fitted    the values fit B's elements under scales that are powers of two: these scales (see fineness.py)
+    encoded   quantize(values): B's own scales, and elements rounded once more where they are not exact by themselves
+
+MX formats and Float8 with power_of_two=True choose such powers of two by themselves; for them "encoded" is exact
+wherever "fitted" would be.
+
+A scale that pieces of a cut tensor share needs facts of all pieces: `claim` gives those of one piece, and their maxima
+over all pieces decide for all of them alike. A scale of a block needs its block alone. So pieces that are made of whole
+blocks get the bytes of converting the whole tensor.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_hooks.torch_private import is_tracing
+from qtensor.numerics import kernels
+from qtensor.spec.blocks import scatter_blocks
+from qtensor.spec.format import PartSpec
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import (
+    block_multiple,
+    format_of,
+    keeps_history,
+    registered,
+    row_multiple,
+    specs_of,
+    tensor_wide,
+)
+
+Parts = Mapping[str, Tensor]
+Choice = tuple[Tensor, Callable[[], Parts]]  # where it holds, for each scale that is decided; and the parts
+CHUNK = 2**18  # elements that are encoded together
+FACTS = 5  # amax, depth and broken (see fineness.py), and two about A's scales
+
+
+def claim(values: Tensor, b: Recipe, parts: Parts | None = None, a: Recipe | None = None) -> Tensor | None:
+    """What a piece says about the scales of B that it shares with others; all claims are maxima.
+
+    Args:
+        values: [.., N, K], in fp32 where they are those of A.
+        b: the recipe to be.
+        parts: what decodes to the values under `a`; None where they are not at hand, or the values are dense.
+        a: the recipe of the values; None for dense ones, which are quantized.
+
+    Returns:
+        fp32, flat; None where B shares no scale.
+    """
+    if not kernels.shares_amax(b):
+        return None
+    amax = kernels.shared_amax(values, b)
+    assert amax is not None
+    if a is None:
+        return amax.reshape(-1)
+    facts: tuple[Tensor, ...] = (torch.zeros_like(amax), torch.ones_like(amax))
+    if _fits_powers(b):
+        _, shared = format_of(b).fineness(values, b)
+        facts = shared.depth, shared.broken
+    return torch.stack([amax, *facts, *_scale_facts(values, b, parts, a, amax)]).reshape(-1)
+
+
+def converted(
+    values: Tensor, b: Recipe, parts: Parts | None = None, a: Recipe | None = None, agreed: Tensor | None = None
+) -> Parts:
+    """The parts of B, from the arguments of `claim` and, as `agreed`, the maxima over the claims of all pieces.
+
+    `agreed` is None where the tensor is not cut. Where `a` is None, this is `quantize(values, b)`. Parts may alias
+    those of A.
+    """
+    agreed = claim(values, b, parts, a) if agreed is None else agreed
+    shape = kernels.amax_shape(values.shape, b)
+    if a is None or values.is_meta:
+        return kernels.encode(values, b, None if agreed is None else agreed.view(-1)[: math.prod(shape)].view(shape))
+    shared = None if agreed is None else agreed.view(FACTS, *shape)
+    choices = [choice for choice in (_kept(values, b, parts, a, shared), _fitted(values, b, shared)) if choice]
+    return _settled(choices, lambda: kernels.encode(values, b, None if shared is None else shared[0]), b)
+
+
+def _settled(choices: list[Choice], encoded: Callable[[], Parts], b: Recipe) -> Parts:
+    """The first choice that holds, for every scale."""
+    if not choices:
+        return encoded()
+    (holds, make), *others = choices
+    if not is_tracing():  # a tracer cannot branch on values
+        if not bool(holds.any()):
+            return _settled(others, encoded, b)
+        if bool(holds.all()):
+            return make()
+    return _merged(holds, make(), _settled(others, encoded, b), b)
+
+
+def _merged(holds: Tensor, first: Parts, second: Parts, b: Recipe) -> Parts:
+    """The first parts where they hold, else the second."""
+    found = {}
+    for spec in specs_of(b):
+        one, other, where = first[spec.name], second[spec.name], holds
+        if where.ndim and where.shape[-1] > 1:
+            where = where.repeat_interleave(block_multiple(b) // spec.block, dim=-1)[..., : one.shape[-1]]
+        if spec.dtype.itemsize == 1:  # as bytes, since torch.where does not support float8
+            one, other = one.view(torch.uint8), other.view(torch.uint8)
+        found[spec.name] = torch.where(where, one, other).view(spec.dtype)
+    return found
+
+
+# -- powers of two -----------------------------------------------------------------------------------------------------
+
+
+def _fits_powers(b: Recipe) -> bool:
+    """Whether B's usual scales are no powers of two, but could be; not where a history decides them."""
+    return format_of(b).converts and not keeps_history(b) and not getattr(b, "power_of_two", False)
+
+
+def _fitted(values: Tensor, b: Recipe, shared: Tensor | None) -> Choice | None:
+    if not _fits_powers(b):
+        return None
+    facts, own = format_of(b).fineness(values, b)
+    agreed = None if shared is None else own._replace(amax=shared[0], depth=shared[1], broken=shared[2])
+    quantizer, enc, holds = format_of(b).fitted(b, facts, agreed)
+    return holds, lambda: _encoded_with(values, b, quantizer, enc)
+
+
+def _encoded_with(values: Tensor, b: Recipe, quantizer: Parts, enc: Tensor | None) -> Parts:
+    """`Format.encode_with`, some rows at a time; the quantizer decides every scale."""
+    rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
+    flat, size = values.reshape(rows, columns), max(CHUNK // max(columns, 1), 1)
+
+    def cut(scales: Tensor, start: int) -> Tensor:
+        return scales.reshape(rows, scales.shape[-1])[start : start + size] if scales.ndim else scales
+
+    pieces = [
+        format_of(b).encode_with(
+            flat[start : start + size],
+            b.of_rows,
+            {name: cut(scales, start) for name, scales in quantizer.items()},
+            None if enc is None else cut(enc, start),
+        )
+        for start in range(0, max(rows, 1), size)
+    ]
+    return {
+        spec.name: torch.cat([piece[spec.name].view(torch.uint8) for piece in pieces])
+        .view(spec.dtype)
+        .reshape(spec.shape(values.shape))
+        if spec.per_row
+        else pieces[0][spec.name]
+        for spec in specs_of(b)
+    }
+
+
+# -- scales that are kept ----------------------------------------------------------------------------------------------
+
+
+def _scale_spec(recipe: Recipe) -> PartSpec | None:
+    return next((spec for spec in specs_of(recipe) if spec.name == "scale"), None)
+
+
+def _same_kind(a: Recipe, b: Recipe) -> bool:
+    """Whether equal payloads and scales mean equal values under both recipes."""
+    classes = registered(a).tensor_class, registered(b).tensor_class
+    if keeps_history(b) or not (issubclass(classes[0], classes[1]) or issubclass(classes[1], classes[0])):
+        return False
+    one, other = _scale_spec(a), _scale_spec(b)
+    if one is None or other is None or (one.dtype, specs_of(a)[0]) != (other.dtype, specs_of(b)[0]):
+        return False
+    return not (one.block and other.block and one.block % other.block and other.block % one.block)
+
+
+def _scale_facts(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the scale that B shares: the largest of A's scales behind it, and minus the least.
+
+    Their sum is 0 where all of them are equal. Both are -inf where there are no values, so that others decide, and inf
+    where A's scales cannot be kept.
+    """
+    if not values.numel():
+        return torch.full_like(amax, -math.inf), torch.full_like(amax, -math.inf)
+    found = None if parts is None else _equal_scales(parts, a, b, values.shape)
+    if parts is None or found is None:
+        return torch.full_like(amax, math.inf), torch.full_like(amax, math.inf)
+    largest, least = found
+    wide = tensor_wide(b)
+    if wide in (None, "scale"):
+        return largest, -least
+    differ = (largest != least).any()  # in blocks, under a scale of all of them that A has, too
+    return torch.where(differ, math.inf, parts[wide]), -parts[wide]
+
+
+def _kept(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, shared: Tensor | None) -> Choice | None:
+    """A's payload under A's scales, which hold where they are equal under B's; None where they mean nothing to B."""
+    new: dict[str, Tensor] = {}
+    if values.numel():
+        found = None if parts is None else _equal_scales(parts, a, b, values.shape)
+        if parts is None or found is None:
+            return None
+        new["scale"], holds = found[0], found[0] == found[1]
+    elif shared is not None:  # a piece without values follows what the others keep
+        parts = kernels.encode(values, b, shared[0])
+    else:
+        return None
+    if shared is not None:
+        new[tensor_wide(b) or "scale"], holds = shared[3], shared[3] + shared[4] == 0
+    for number in new.values():
+        if getattr(b, "power_of_two", False):
+            holds = holds & (number.view(torch.int32) & 0x7FFFFF == 0)
+        holds = holds & (number < math.inf).all() if tensor_wide(b) else holds & (number < math.inf)
+    specs = specs_of(b)
+    return holds, lambda: {s.name: _stored(new[s.name], s) if s.name in new else parts[s.name] for s in specs}
+
+
+def _equal_scales(parts: Parts, a: Recipe, b: Recipe, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
+    """The largest and the least of A's scales under each of B's, as numbers that `_stored` makes scales of again.
+
+    fp32 in the shape of B's `scale`; None where A's scales mean nothing under B.
+    """
+    one, other = _scale_spec(a), _scale_spec(b)
+    if one is None or other is None or not _same_kind(a, b):
+        return None
+    scale = _numbers(parts["scale"])
+    if not one.per_row:
+        scale = scale.expand(*shape[:-1], 1)
+    if not other.per_row or not other.block:
+        dims = (-1,) if other.per_row else tuple(range(scale.ndim))
+        return scale.amax(dim=dims, keepdim=other.per_row), scale.amin(dim=dims, keepdim=other.per_row)
+    largest, least = _under_blocks(scale, one, other, shape[-1])
+    if row_multiple(b) > 1:
+        largest = scatter_blocks(largest, row_multiple(b), fill=-math.inf)
+        least = -scatter_blocks(-least, row_multiple(b), fill=-math.inf)
+    return largest, least
+
+
+def _under_blocks(scale: Tensor, one: PartSpec, other: PartSpec, columns: int) -> tuple[Tensor, Tensor]:
+    """The largest and the least scale (fp32 [.., N, blocks of `one`]) in each block of `other`.
+
+    Blocks of one kind divide each other.
+    """
+    count = other.columns(0, columns)[1]
+    if not (one.per_row and one.block):
+        every = scale.expand(*scale.shape[:-1], count)
+        return every, every
+    if one.block >= other.block:
+        every = scale.repeat_interleave(one.block // other.block, dim=-1)[..., :count]
+        return every, every
+    group = other.block // one.block
+    short = -scale.shape[-1] % group
+    both = [F.pad(each, (0, short), value=-math.inf).unflatten(-1, (count, group)).amax(-1) for each in (scale, -scale)]
+    return both[0], -both[1]
+
+
+def _numbers(scale: Tensor) -> Tensor:
+    """Scales as fp32 that are equal where the scales are; those of fewer bytes as their codes, NaN included."""
+    if scale.dtype.itemsize == 4:
+        return torch.where(scale.isnan(), math.inf, scale)
+    return scale.view(torch.uint8 if scale.dtype.itemsize == 1 else torch.int16).to(torch.float32)
+
+
+def _stored(numbers: Tensor, spec: PartSpec) -> Tensor:
+    """The inverse of `_numbers`, contiguous."""
+    if spec.dtype.itemsize == 4:
+        return numbers.contiguous()
+    return numbers.to(torch.uint8 if spec.dtype.itemsize == 1 else torch.int16).contiguous().view(spec.dtype)

@@ -1,0 +1,351 @@
+"""Dense values <-> parts at speed: one definition, run compiled, in chunks of rows, or inside somebody else's graph.
+
+The formats say what the bytes are, in torch ops on fp32 values. Here is how they are run, always to the same bytes:
+
+    large, with a compiler       one fused kernel (fsdp_hooks/kernels) that reads the values in the dtype they have and
+                                 writes the parts; its only temporaries in memory are block scales and, for
+                                 packed formats, one byte an element
+    large, on an NVIDIA GPU      a kernel written by hand (triton_kernels/) in its place, without temporaries
+    eager                        chunks of rows that fit into a core's cache, so that no temporary is larger
+    traced by torch.compile      the plain definition, which joins the graph
+
+Compiled code sees the values as [rows, blocks, block], so that the last dim is a constant and indices need no division:
+where K itself is the dynamic dim, inductor does not vectorise. Rows that end in a smaller block are cut in two for it,
+see ragged.py. It returns the encoding scales of blocks beside the
+parts, though nobody uses them: this makes inductor compute them once a block instead of once an element.
+"""
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.kernels.compiled import COMPILED_FROM, Kernel, use_kernels
+from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.torch_private import is_tracing
+from qtensor.numerics import ragged, triton_kernels
+from qtensor.numerics.tiles import chunk_of, own_rows, packed_block, part_rows, pieces_of, rows_of, tiled, untiled
+from qtensor.spec import registry as formats
+from qtensor.spec.blocks import BlockFacts, canonical_nan, finite_amax, row_amax, scatter_blocks
+from qtensor.spec.codecs.rounding import is_armed
+from qtensor.spec.format import PartSpec
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import (
+    block_multiple,
+    format_of,
+    logical_shape,
+    row_multiple,
+    shares_scale_along,
+    specs_of,
+    tensor_wide,
+)
+
+
+def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
+    """`formats.shared_amax` of dense values [.., N, K] in any floating dtype."""
+    x = resolved(x)
+    if x.is_meta and not is_tracing() and shares_amax(recipe):
+        return x.new_empty(amax_shape(x.shape, recipe), dtype=torch.float32)
+    if _as_defined(x):
+        return formats.shared_amax(x.to(torch.float32), recipe)
+    if not shares_amax(recipe):
+        return None
+    if tensor_wide(recipe) is None:
+        return row_amaxes(x)
+    flat, kernel = rows_of(x), _amax_kernel(x.dtype, rows=False)
+    # as one long row, since rows do not matter here and the compiler would specialise on equal dims
+    found = [kernel(flat[piece].view(-1)) for piece in pieces_of(flat, 1, kernel)]
+    return found[0] if len(found) == 1 else torch.stack(found).amax()
+
+
+def encode(
+    x: Tensor, recipe: Recipe, amax: Tensor | None = None, blocks: BlockFacts | None = None
+) -> dict[str, Tensor]:
+    """`formats.encode` of dense values [.., N, K] in any floating dtype; with `amax` None the values' own is taken."""
+    x = resolved(x)
+    if x.is_meta and not is_tracing():
+        return {spec.name: x.new_empty(spec.shape(x.shape), dtype=spec.dtype) for spec in specs_of(recipe)}
+    if _as_defined(x):
+        values = x.to(torch.float32)
+        return formats.encode(values, recipe, formats.shared_amax(values, recipe) if amax is None else amax, blocks)
+    if amax is None and tensor_wide(recipe) is not None:
+        amax = shared_amax(x, recipe)
+    if amax is not None and amax.ndim:
+        amax = amax.reshape(-1, 1)
+    group = row_multiple(recipe)
+    if blocks is None and group > 1 and x.ndim > 2 and x.shape[-2] % group:  # blocks end with each matrix of a stack
+        blocks = BlockFacts(*(scatter_blocks(fact, group) for fact in block_facts(x, recipe)))
+    if blocks is not None:
+        facts = [rows_of(fact) for fact in blocks]
+        return _over_rows(_encode_kernel(recipe.stored, x.dtype, decided=True), recipe, x, amax, *facts, group=1)
+    if amax is None and shares_amax(recipe):  # that of each row, which the kernel has at hand
+        return _over_rows(_encode_kernel(recipe.stored, x.dtype, own=True), recipe, x, None)
+    return _over_rows(_encode_kernel(recipe.stored, x.dtype), recipe, x, amax)
+
+
+def encode_under(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`Format.encode_with` of dense values [N, K] in any floating dtype. ValueError for another number of dims."""
+    x = resolved(x)
+    if x.ndim != 2:
+        raise ValueError(f"encode_under of {x.ndim} dims: rows share out scales of [N, K] alone")
+    if _as_defined(x) or x.is_meta:
+        return format_of(recipe).encode_with(x.to(torch.float32), recipe, quantizer)
+    kernel = _encode_under_kernel(recipe.stored, x.dtype, tuple(quantizer))
+    return _over_rows(kernel, recipe, x, *quantizer.values(), group=row_multiple(recipe))
+
+
+def block_facts(x: Tensor, recipe: Recipe) -> BlockFacts:
+    """`formats.block_facts` of dense values [.., N, K] in any floating dtype."""
+    x = resolved(x)
+    if _as_defined(x) or x.is_meta:
+        return formats.block_facts(x.to(torch.float32), recipe)
+    flat, block, kernel = rows_of(x), block_multiple(recipe), _facts_kernel(recipe.stored, x.dtype)
+    found = [kernel(tiled(flat[piece], block)) for piece in pieces_of(flat, 1, kernel)]
+    amax, broken = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
+    shape = (*x.shape[:-1], amax.shape[-1])
+    return BlockFacts(amax.reshape(shape), broken.reshape(shape))
+
+
+def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
+    """Quantize every row of x by itself: a tensor-wide scale becomes one scale a row, [.., 1]."""
+    x = resolved(x)
+    if _as_defined(x) or x.is_meta:
+        values = x.to(torch.float32)
+        return formats.encode(values, recipe, row_amax(values))
+    return encode(x, recipe, row_amaxes(x) if tensor_wide(recipe) else None)
+
+
+def row_amaxes(x: Tensor) -> Tensor:
+    """fp32 [.., N, 1]: the largest finite magnitude of each row."""
+    x = resolved(x)
+    if _as_defined(x):
+        return row_amax(x.to(torch.float32))
+    flat, kernel = rows_of(x), _amax_kernel(x.dtype, rows=True)
+    amaxes = [kernel(flat[piece]) for piece in pieces_of(flat, 1, kernel)]
+    return (amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes)).reshape(*x.shape[:-1], 1)
+
+
+def shares_amax(recipe: Recipe) -> bool:
+    """Whether `encode` uses an amax; it does not where every scale belongs to a block."""
+    return shares_scale_along(recipe, 1, 2)
+
+
+def amax_shape(shape: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
+    """Shape of `shared_amax` of values of a shape, for a recipe that has shared scales."""
+    return () if tensor_wide(recipe) else (*shape[:-1], 1)
+
+
+def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
+    """`step` of a format whose recipe keeps a history: parts of x, continued from `state` (amax, scale, history)."""
+    x = resolved(x)
+    if _as_defined(x) or x.is_meta:
+        return format_of(recipe).step(x.to(torch.float32), recipe, *state)
+    return _over_rows(_step_kernel(recipe.stored, x.dtype), recipe, x, *state)
+
+
+def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """`Format.decode`, rounded once to `dtype`: [.., N, K].
+
+    Tensor-wide parts may be given per entry of dim 0 ([N, 1, ..]), as a gathered weight has them.
+    """
+    if parts["payload"].is_meta and not is_tracing():
+        return torch.empty(logical_shape(parts["payload"], recipe), dtype=dtype, device="meta")
+    if _as_defined(parts["payload"]):
+        return _rounded_once(format_of(recipe).decode(parts, recipe), dtype)
+    shape = logical_shape(parts["payload"], recipe)
+    wide = tensor_wide(recipe)
+    kernel = _decode_kernel(recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
+    specs = _decoded_specs(recipe)
+    payload, *others = [part_rows(parts[spec.name], spec, shape) for spec in specs]
+    if payload.shape[1] % packed_block(recipe) and kernel.compiles(payload):
+        given = {spec.name: part for spec, part in zip(specs, (payload, *others), strict=True)}
+        return _decode_ragged(given, recipe, shape, dtype)
+    pieces = list(pieces_of(payload, 1, kernel))
+    tiles = [tiled(payload[piece], packed_block(recipe)) for piece in pieces]
+    if len(pieces) == 1:
+        # not a view: autograd would refuse in-place writes to one
+        return torch.ops.aten._unsafe_view(kernel(tiles[0], *others), shape)  # type: ignore[no-any-return]
+    values = torch.empty(shape, dtype=dtype, device=payload.device)
+    flat = values.view(-1, shape[-1])
+    for piece, tile in zip(pieces, tiles, strict=True):
+        flat[piece].copy_(kernel(tile, *(own_rows(part, piece) for part in others)))
+    return values
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+# One for each recipe, purpose and kind of arguments, because dynamo limits the compiled variants of one function.
+
+
+@functools.cache
+def _amax_kernel(dtype: torch.dtype, *, rows: bool) -> Kernel:
+    def amax(x: Tensor) -> Tensor:  # [rows, K] or [elements]
+        x = x.to(torch.float32)
+        return row_amax(x) if rows else finite_amax(x)
+
+    by_hand = triton_kernels.amax if not rows and _takes_by_hand(dtype) else None
+    return Kernel(amax, f"amax_of_{'rows' if rows else 'tensor'}_{dtype}", by_hand)
+
+
+@functools.cache
+def _facts_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
+    block = block_multiple(recipe)
+
+    def facts(x: Tensor) -> BlockFacts:
+        return formats.block_facts(untiled(x, block).to(torch.float32), recipe)
+
+    return Kernel(facts, f"block_facts_{_name(recipe, dtype)}")
+
+
+@functools.cache
+def _encode_kernel(
+    recipe: Recipe, dtype: torch.dtype, *, own: bool = False, decided: bool = False, strided: bool = False
+) -> Kernel:
+    fmt = format_of(recipe)
+    block = block_multiple(recipe)
+
+    def encode(x: Tensor, amax: Tensor | None, *facts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        values = untiled(x, block).to(torch.float32)
+        amax = row_amax(values) if own else amax
+        quantizer = fmt.quantizer(values, recipe, amax, BlockFacts(*facts) if decided else None)
+        enc, _ = fmt.grid(recipe, quantizer)
+        return fmt.encode_with(values, recipe, quantizer, enc), enc
+
+    kind = ("_of_rows" if own else "") + ("_of_cut_blocks" if decided else "") + ("_strided" if strided else "")
+    hand = None if decided or strided else _by_hand(recipe, dtype)
+    return Kernel(encode, f"encode_{_name(recipe, dtype)}{kind}", None if hand is None else hand.encode)
+
+
+@functools.cache
+def _encode_under_kernel(recipe: Recipe, dtype: torch.dtype, names: tuple[str, ...]) -> Kernel:
+    fmt = format_of(recipe)
+    block = block_multiple(recipe)
+
+    def encode(x: Tensor, *scales: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        quantizer = dict(zip(names, scales, strict=True))
+        enc, _ = fmt.grid(recipe, quantizer)
+        return fmt.encode_with(untiled(x, block).to(torch.float32), recipe, quantizer, enc), enc
+
+    return Kernel(encode, f"encode_{_name(recipe, dtype)}_under_{'_'.join(names)}")
+
+
+@functools.cache
+def _step_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
+    fmt = format_of(recipe)
+    block = block_multiple(recipe)
+
+    def step(x: Tensor, *state: Tensor) -> tuple[dict[str, Tensor], None]:
+        return fmt.step(untiled(x, block).to(torch.float32), recipe, *state), None
+
+    return Kernel(step, f"step_{_name(recipe, dtype)}")
+
+
+@functools.cache
+def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided: bool = False) -> Kernel:
+    fmt, names = format_of(recipe), [spec.name for spec in _decoded_specs(recipe)]
+    block = packed_block(recipe)
+
+    def decode(payload: Tensor, *others: Tensor) -> Tensor:
+        parts = dict(zip(names, (untiled(payload, block), *others), strict=True))
+        return _rounded_once(fmt.decode(parts, recipe), dtype)
+
+    kind = f"{'_of_shards' if per_row else ''}{'_strided' if strided else ''}"
+    hand = None if strided else _by_hand(recipe, dtype)
+    run = None if hand is None else functools.partial(hand.decode, dtype=dtype)
+    elements = specs_of(recipe)[0].block or 1
+    # 32 numbers of 16 bits fill a wide vector, and inductor does not mix blocks of 16: a quarter of the speed
+    narrow = elements > 1 and dtype.itemsize == 2
+    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", run, elements=elements, narrow=narrow)
+
+
+def _by_hand(recipe: Recipe, dtype: torch.dtype) -> triton_kernels.ByHand | None:
+    """The kernels for GPUs that somebody wrote for a recipe, where they could run."""
+    return format_of(recipe).by_hand(recipe) if _takes_by_hand(dtype) else None
+
+
+def _takes_by_hand(dtype: torch.dtype) -> bool:
+    return dtype in triton_kernels.DTYPES and triton_kernels.available()
+
+
+def _rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` in `dtype`. In fp32 every NaN is the default one; in bf16 and fp16 the backend's conversion decides."""
+    return canonical_nan(values) if dtype == torch.float32 else values.to(dtype)
+
+
+def _decoded_specs(recipe: Recipe) -> list[PartSpec]:
+    """The specs of the parts that values are made of; a history is not among them."""
+    return [spec for spec in specs_of(recipe) if spec.gathered]
+
+
+def _name(recipe: Recipe, dtype: torch.dtype) -> str:
+    return re.sub(r"\W+", "_", repr(recipe)).strip("_") + "_" + str(dtype).removeprefix("torch.")
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+def _as_defined(x: Tensor) -> bool:
+    """Whether to run the plain definition: while traced, while rounding stochastically, or for a small x."""
+    if is_tracing() or is_armed():  # asked first: reading the size would put a guard on it into the caller's graph
+        return True
+    small = min(COMPILED_FROM, chunk_of(x.device) // 2)  # a byte may hold two elements
+    return x.numel() == 0 or (use_kernels.mode != "compiled" and x.numel() < small)
+
+
+def _over_rows(
+    kernel: Kernel, recipe: Recipe, x: Tensor, *args: Tensor | None, group: int | None = None
+) -> dict[str, Tensor]:
+    """The parts of x, in the shapes that the specs say, by one or more calls of the kernel.
+
+    `group` is how many rows must come together: those of a square block, unless the arguments decide all scales.
+    """
+    decided = group is not None
+    group = group or row_multiple(recipe)
+    flat, block = rows_of(x), block_multiple(recipe)
+    if flat.shape[1] % block and kernel.compiles(flat) and not decided:
+        strided = _encode_kernel(recipe.stored, x.dtype, strided=True)
+        run = functools.partial(_over_flat, recipe=recipe, args=args, group=group)
+        found = ragged.encoded(
+            flat, block, specs_of(recipe), lambda rows: run(strided, rows), lambda rows: run(kernel, rows)
+        )
+    else:
+        found = _over_flat(kernel, flat, recipe, args, group)
+    return {
+        name: part.reshape(*x.shape[:-1], part.shape[-1]) if part.ndim == 2 else part for name, part in found.items()
+    }
+
+
+def _over_flat(
+    kernel: Kernel, flat: Tensor, recipe: Recipe, args: Sequence[Tensor | None], group: int
+) -> dict[str, Tensor]:
+    """The parts of [rows, K]."""
+    block = block_multiple(recipe)
+    found: dict[str, Tensor] = {}
+    for piece in pieces_of(flat, group, kernel):
+        parts, _ = kernel(tiled(flat[piece], block, group), *(own_rows(arg, piece) for arg in args))
+        for name, part in parts.items():
+            if part.ndim < 2 or part.shape[0] == flat.shape[0]:  # tensor-wide, or all rows at once
+                found[name] = part
+                continue
+            if name not in found:
+                found[name] = part.new_empty((flat.shape[0], part.shape[1]))
+            found[name][piece].copy_(part)
+    return found
+
+
+def _decode_ragged(parts: dict[str, Tensor], recipe: Recipe, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`decode` of parts [rows, ..] of rows that end in a smaller block."""
+    wide, columns = tensor_wide(recipe), shape[-1]
+    kernel = functools.partial(_decode_kernel, recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
+    first, last = ragged.split(parts, columns, block_multiple(recipe), tuple(_decoded_specs(recipe)))
+    values = torch.empty(shape, dtype=dtype, device=parts["payload"].device)
+    flat, behind = values.view(-1, columns), columns - columns % block_multiple(recipe)
+
+    def decoded(run: Kernel, payload: Tensor, *others: Tensor) -> Tensor:
+        return run(tiled(payload, packed_block(recipe)), *(rows_of(part) if part.ndim else part for part in others))  # type: ignore[no-any-return]
+
+    if behind:
+        flat[:, :behind].copy_(decoded(kernel(strided=True), *first.values()))
+    flat[:, behind:].copy_(decoded(kernel(), *last.values())[:, : columns - behind])
+    return values

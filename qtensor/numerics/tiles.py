@@ -1,0 +1,81 @@
+"""Dense values and parts as kernels take them: rows, tiles of blocks, and pieces of rows for one call each."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.kernels.compiled import Kernel
+from qtensor.spec.format import PartSpec
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import block_multiple, specs_of
+
+CHUNK = {"cpu": 2**18}  # elements; in fp32 a few such temporaries stay in the cache of a core
+CHUNK_ELSEWHERE = 2**26  # enough to keep a GPU busy
+
+
+def chunk_of(device: torch.device) -> int:
+    """How many elements eager code takes at a time."""
+    return CHUNK.get(device.type, CHUNK_ELSEWHERE)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[.., N, K] -> [rows, K], contiguous and aligned to 8-byte words."""
+    x = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    return x.clone() if x.storage_offset() * x.itemsize % 8 else x
+
+
+def part_rows(part: Tensor, spec: PartSpec, shape: Sequence[int]) -> Tensor:
+    """A part of a tensor of `shape`: [rows, ..]; a tensor-wide one: [], or [rows, 1] if given per entry of dim 0."""
+    if spec.per_row:
+        return rows_of(part)
+    return part if part.ndim == 0 else part.expand(*shape[:-1], 1).reshape(-1, 1)
+
+
+def own_rows(argument: Tensor | None, piece: slice) -> Tensor | None:
+    """What belongs to a piece of the rows: those rows of an argument with rows, or all of a tensor-wide one."""
+    return argument if argument is None or argument.ndim < 2 else argument[piece]
+
+
+def tiled(x: Tensor, block: int, group: int = 1) -> Tensor:
+    """[rows, K] -> [rows, blocks, block]; for square blocks -> [groups, group, blocks, block].
+
+    Rows fewer than a group form one group. Rows whose last block holds fewer elements stay [rows, K].
+    """
+    rows, columns = x.shape
+    if columns % block:
+        return x
+    tiles = (rows, columns) if block == 1 else (rows, columns // block, block)
+    if group > 1:
+        tiles = (-(-rows // group), min(group, rows), *tiles[1:])
+    return x.view(tiles)
+
+
+def untiled(x: Tensor, block: int) -> Tensor:
+    """The inverse of `tiled`, for traced code."""
+    if x.ndim == 2:
+        return x
+    if x.shape[-1] != block:  # a branch on one number makes the block a constant of the compiled code
+        raise AssertionError(f"tiles of {x.shape[-1]}, expected {block}")
+    return x.flatten(-2).flatten(0, -2)
+
+
+def pieces_of(flat: Tensor, group: int, kernel: Kernel) -> Iterator[slice]:
+    """Slices of rows for one call each: all rows where the kernel is compiled, chunks where it is eager.
+
+    Groups of so many rows (square blocks) are not split; rows left over behind the last whole one come as a slice of
+    their own.
+    """
+    rows = flat.shape[0]
+    whole = rows - rows % group
+    size = rows if kernel.compiles(flat) else chunk_of(flat.device) // flat.shape[1]
+    size = max(size // group, 1) * group
+    for start in range(0, whole, size):
+        yield slice(start, min(start + size, whole))
+    if whole < rows:
+        yield slice(whole, rows)
+
+
+def packed_block(recipe: Recipe) -> int:
+    """How many elements of the payload part share one block scale; 1 without blocks."""
+    return block_multiple(recipe) // specs_of(recipe)[0].block

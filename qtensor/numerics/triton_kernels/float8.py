@@ -1,0 +1,209 @@
+"""Float8: what qtensor/formats/float8.py defines, in one pass over memory.
+
+Where each row has a scale of its own amax, a row is a block, which a program holds in registers while it finds the
+amax. Rows that are too long for it are read twice: once for the amax, and once under it, as any amax that is given.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qtensor.numerics.triton_kernels import fp8
+from qtensor.numerics.triton_kernels.launching import (
+    DECODED,
+    ELEMENTS,
+    ENCODED,
+    MOST_IN_A_TILE,
+    WARPS,
+    encode_blocks,
+    launch,
+    tile_of,
+)
+from qtensor.numerics.triton_kernels.pairs import (
+    FLT_MAX,
+    INF_BITS,
+    bits_of,
+    blocks_at,
+    finite,
+    largest,
+    number_of,
+    rounded,
+)
+from qtensor.numerics.triton_kernels.reductions import row_amax
+
+LONGEST = 2**15  # elements of a row that the threads of a program hold
+REGISTERS = 128  # of a thread at most, so that a multiprocessor has two programs of 8 warps: one loads as one computes
+WIDEST = 1024  # columns of a tile of many rows
+
+
+def encode(x: Tensor, amax: Tensor | None, *, element: torch.dtype, power_of_two: bool) -> dict[str, Tensor]:
+    """The parts of bf16, fp16 or fp32 values [rows, K] under an amax, fp32 [] or [rows, 1]; None: of each row's own."""
+    length = x.shape[1]
+    if amax is None and length <= LONGEST:
+        return encode_own(x.unsqueeze(1), element=element, power_of_two=power_of_two, square=1)
+    wide = row_amax(x) if amax is None else amax.to(x.device).contiguous()
+    parts = {
+        "payload": torch.empty(x.shape, dtype=torch.uint8, device=x.device),
+        "scale": torch.empty(wide.shape, dtype=torch.float32, device=x.device),
+    }
+    rows, width, programs = tile_of_rows(x.shape, ENCODED)
+    launch(
+        _encode_under,
+        programs,
+        *(x, wide, *parts.values(), length, x.shape[0]),
+        E4M3=element == torch.float8_e4m3fn,
+        POWER_OF_TWO=power_of_two,
+        BY_ROW=wide.ndim > 0,
+        ROWS=rows,
+        WIDTH=width,
+    )
+    return {**parts, "payload": parts["payload"].view(element)}
+
+
+def encode_own(x: Tensor, *, element: torch.dtype, power_of_two: bool, square: int) -> dict[str, Tensor]:
+    """The parts of values [.., blocks, block], each block under its own amax; `square`: of how many rows blocks are."""
+    length = x.shape[-1]
+    lanes = max(triton.next_power_of_2(length), 16)
+    elements = max(tile_of(ENCODED, 1), square * lanes)
+    parts = encode_blocks(
+        _encode,
+        x,
+        length,
+        scale=torch.float32,
+        tile=elements // lanes,
+        square=square,
+        num_warps=elements // tile_of(ENCODED, 1) * WARPS,
+        maxnreg=REGISTERS,
+        E4M3=element == torch.float8_e4m3fn,
+        POWER_OF_TWO=power_of_two,
+        SQUARE=square,
+        LANES=lanes,
+    )
+    return {**parts, "payload": parts["payload"].view(element)}
+
+
+def decode(payload: Tensor, scale: Tensor, *, dtype: torch.dtype, element: torch.dtype, power_of_two: bool) -> Tensor:
+    """The values of a payload [rows, K]; scales are fp32 [] or [rows, 1]."""
+    values, wide = torch.empty(payload.shape, dtype=dtype, device=payload.device), scale.to(payload.device)
+    rows, width, programs = tile_of_rows(payload.shape, DECODED)
+    launch(
+        _decode,
+        programs,
+        *(payload.view(torch.uint8), wide.contiguous(), values, payload.shape[1], payload.shape[0]),
+        ELEMENT=ELEMENTS[dtype],
+        E4M3=element == torch.float8_e4m3fn,
+        BY_ROW=wide.ndim > 0,
+        ROWS=rows,
+        WIDTH=width,
+    )
+    return values
+
+
+def tile_of_rows(shape: torch.Size, elements: int) -> tuple[int, int, int]:
+    """(rows, columns of a program whose threads take so many elements each; programs) for values [rows, K].
+
+    Raises:
+        OverflowError: rows longer than the kernels count.
+    """
+    width = min(max(triton.next_power_of_2(shape[1]), 16), WIDEST)
+    rows = tile_of(elements, width)
+    if rows * shape[1] > MOST_IN_A_TILE:
+        raise OverflowError(f"{rows} rows of {shape[1]} elements, more than kernels written by hand count in a tile")
+    return rows, width, triton.cdiv(shape[0], rows) * triton.cdiv(shape[1], width)
+
+
+@triton.jit
+def _encode(
+    x: tl.tensor,
+    payload: tl.tensor,
+    scale: tl.tensor,
+    length: tl.tensor,
+    columns: tl.tensor,
+    blocks: tl.tensor,
+    E4M3: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    SQUARE: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    first, at, there = blocks_at(blocks, columns, SQUARE, TILE)
+    lane = tl.arange(0, LANES)[None, :]
+    lanes, known = at[:, None] * length + lane, there[:, None] & (lane < length)
+    values = tl.load(x + (first * length + lanes), mask=known, other=0.0).to(tl.float32)
+    enc, dec = scales(largest(tl.abs(finite(values)), SQUARE), E4M3, POWER_OF_TWO)
+    tl.store(scale + (first + at), dec, mask=there)
+    tl.store(payload + (first * length + lanes), fp8.code(values, enc[:, None], E4M3), mask=known)
+
+
+@triton.jit
+def _encode_under(
+    x: tl.tensor,
+    amax: tl.tensor,
+    payload: tl.tensor,
+    scale: tl.tensor,
+    length: tl.tensor,
+    rows: tl.tensor,
+    E4M3: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    row, column, there, lanes, known = rows_at(length, rows, ROWS, WIDTH)
+    values = tl.load(x + (row.to(tl.int64) * length + column + lanes), mask=known, other=0.0).to(tl.float32)
+    if BY_ROW:
+        own = row + tl.arange(0, ROWS)
+        enc, dec = scales(tl.load(amax + own, mask=there, other=0.0), E4M3, POWER_OF_TWO)
+        tl.store(scale + own, dec, mask=there & (column == 0))
+        enc = enc[:, None]
+    else:
+        enc, dec = scales(tl.load(amax), E4M3, POWER_OF_TWO)
+        if tl.program_id(0) == 0:
+            tl.store(scale, dec)
+    code = fp8.code(values, enc, E4M3)
+    tl.store(payload + (row.to(tl.int64) * length + column + lanes), code, mask=known)
+
+
+@triton.jit
+def _decode(
+    payload: tl.tensor,
+    scale: tl.tensor,
+    values: tl.tensor,
+    length: tl.tensor,
+    rows: tl.tensor,
+    ELEMENT: tl.constexpr,
+    E4M3: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    row, column, there, lanes, known = rows_at(length, rows, ROWS, WIDTH)
+    code = tl.load(payload + (row.to(tl.int64) * length + column + lanes), mask=known, other=0)
+    dec = tl.load(scale + (row + tl.arange(0, ROWS)), mask=there, other=0.0)[:, None] if BY_ROW else tl.load(scale)
+    value = rounded(fp8.value(code, E4M3) * dec, ELEMENT)
+    tl.store(values + (row.to(tl.int64) * length + column + lanes), value, mask=known)
+
+
+@triton.jit
+def scales(amax: tl.tensor, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
+    """(1 / scale, scale) for amaxes of tensors, rows or blocks."""
+    enc = tl.minimum(tl.math.div_rn(448.0 if E4M3 else 57344.0, amax), FLT_MAX)
+    enc = tl.where(amax == 0.0, 1.0, enc)
+    if POWER_OF_TWO:
+        enc = number_of(bits_of(enc) & INF_BITS)
+    return enc, tl.math.div_rn(1.0, enc)
+
+
+@triton.jit
+def rows_at(length: tl.tensor, rows: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """(first row, first column of this program; which of its ROWS rows there are; its lanes; which of them there are).
+
+    Lanes are counted from the first one.
+    """
+    across = tl.cdiv(length, WIDTH)
+    group = tl.program_id(0) // across
+    row, column = group * ROWS, (tl.program_id(0) - group * across) * WIDTH
+    at, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
+    there = at < rows - row
+    return row, column, there, at[:, None] * length + lane, there[:, None] & (lane < length - column)

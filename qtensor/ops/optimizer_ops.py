@@ -1,0 +1,47 @@
+"""What torch's own optimizers do to a parameter besides updating it in place (for that see table.py).
+
+    gradient + weight_decay * parameter     a PLAIN gradient, from the dequantized weight
+    fused kernels                           raise: they would read the payload as values
+
+A part of the op table, see table.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.ops.table import implements, overloads
+from qtensor.spec.registry import describe
+from qtensor.tensor.quantized_tensor import QuantizedTensor, dense
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+@implements(aten.add.Tensor, *overloads({"_foreach_add": ("List",)}))
+def decayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """plain.add(q, alpha=weight_decay), which SGD and Adam call. A quantized tensor in front raises.
+
+    Its sum with something else would be dense, and no optimizer needs that.
+    """
+    for member in [args[0]] if isinstance(args[0], Tensor) else args[0]:
+        if isinstance(member, QuantizedTensor):
+            raise NotImplementedError(
+                f"{func} is not defined for quantized tensors (got {type(member).__name__}); call .dequantize() on "
+                "them first if a dense result is what you want"
+            )
+    return func(*dense(args), **kwargs)
+
+
+@implements(
+    aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default, aten._fused_adagrad_.default
+)
+def refuse_fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises: fused kernels would read the payload as values."""
+    q = next(member for member in args[0] if isinstance(member, QuantizedTensor))
+    raise NotImplementedError(
+        f"fused=True: fused optimizers can not update {describe(q.shape, q.recipe)}; leave fused out, or use "
+        "MasterWeightOptimizer, whose fp32 masters are plain tensors"
+    )

@@ -1,0 +1,10 @@
+"""MasterWeightOptimizer: any torch optimizer on fp32 masters.
+
+master_weights.py   the optimizer: a step from gradients to written shards
+masters.py          the fp32 value behind each weight; master_states.py: in state dicts
+inner_step.py       the step of the inner optimizer, chunk by chunk
+step_agreement.py   what ranks agree on in a step, by one all-reduce
+batches.py          many small weights, written at once
+replicas.py         do replicas hold the same bytes?
+optimizer_modes.py  inner optimizers with modes (train, eval)
+"""

@@ -1,0 +1,143 @@
+"""States of a MasterWeightOptimizer: what `state` shows of masters, and what a state dict brings back.
+
+torch says in three ways that a parameter has no state:
+
+    missing   the state dict does not name the parameter
+    empty     its state is an empty dict
+    hollow    each entry of its state is an empty dict: `set_optimizer_state_dict(flatten_optimizer_state_dict=True)`
+              makes this of a checkpoint that does not name the parameter
+
+Missing and hollow can be trusted. Empty cannot: torch also hands it on for parameters whose state is in the checkpoint,
+if the optimizer was new and gradients existed. The saved state is lost then, so an empty state of a low-precision
+parameter, which needs its master, is refused.
+"""
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from qtensor.optim.masters import refill
+
+MASTER = "master_weight"
+
+
+def saved_states(params: Sequence[Tensor], state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
+    """The saved state of each parameter that has one, by the order of the parameters in all groups."""
+    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    states = state_dict["state"]
+    return {
+        param: states[index]
+        for param, index in zip(params, ids, strict=False)
+        if index in states and not _hollow(states[index])
+    }
+
+
+def check_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Raise ValueError where a saved state lacks the master that its parameter needs, or has one that does not fit."""
+    for number, (param, values) in enumerate(saved.items()):
+        if masters[param] is param:
+            continue
+        found = values.get(MASTER)
+        if isinstance(found, Tensor) and found.shape == param.shape:
+            if (why := _uncopied(found, masters[param])) is None:
+                continue
+            raise ValueError(f"MasterWeightOptimizer.load_state_dict: the master weight of state {number} {why}")
+        what = f"a master weight of shape {tuple(found.shape)}" if isinstance(found, Tensor) else "no master weight"
+        cause = "was it saved by another optimizer?"
+        if not values:
+            cause = (
+                "its state is empty, which torch's set_optimizer_state_dict hands on from a flattened state dict where "
+                "gradients exist before the first step; call optimizer.zero_grad() first"
+            )
+        raise ValueError(
+            f"MasterWeightOptimizer.load_state_dict: state {number} holds {what}, expected one of shape "
+            f"{tuple(param.shape)}; {cause}"
+        )
+
+
+@torch.no_grad()
+def load_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Set all masters to what was saved; a master without a saved state starts anew from its parameter."""
+    for param, master in masters.items():
+        if master is param:
+            continue
+        if param in saved:
+            master.copy_(saved[param][MASTER])
+        else:
+            refill(master, param)
+
+
+def for_inner(groups: Sequence[dict[str, Any]], saved: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, Any]:
+    """The state dict that the inner optimizer loads: the saved states without their masters, the groups' options."""
+    states: dict[int, dict[str, Any]] = {}
+    numbered = []
+    number = 0  # torch counts the parameters of all groups
+    for group in groups:
+        first = number
+        for number, param in enumerate(group["params"], start=first):
+            if param in saved:
+                states[number] = {key: value for key, value in saved[param].items() if key != MASTER}
+        number = first + len(group["params"])
+        numbered.append({**options_of(group), "params": list(range(first, number))})
+    return {"state": states, "param_groups": numbered}
+
+
+def forget_looks(state: MutableMapping[Tensor, Any], masters: Mapping[Tensor, Tensor]) -> None:
+    """Drop the empty states that merely reading `state[p]` creates (torch reads it so, too)."""
+    for param, master in masters.items():
+        if master is not param and not state.get(param, True):
+            del state[param]
+    if not any(state.values()):
+        state.clear()
+
+
+def publish(
+    state: MutableMapping[Tensor, Any],
+    masters: Mapping[Tensor, Tensor],
+    inner: Mapping[Tensor, Any],
+    params: Iterable[Tensor],
+) -> None:
+    """Fill `state` with what state_dict() must hold; references only.
+
+    That is the masters and inner states of `params` and of all parameters for which the inner optimizer has a state.
+    """
+    named = set(params)
+    for param, master in masters.items():
+        entries = inner.get(master)
+        if entries is not None or param in named:
+            state[param] = {**({} if master is param else {MASTER: master}), **(entries or {})}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def names_of(group: Mapping[str, Any], number: int) -> list[tuple[str, Tensor]]:
+    """(name, parameter) of a group; parameters given without names are named after the group's number."""
+    names = group.get("param_names") or [f"group {number}"] * len(group["params"])
+    return list(zip(names, group["params"], strict=True))
+
+
+def _uncopied(found: Tensor, master: Tensor) -> str | None:
+    """Why torch could not copy a saved master into one of its shape; None where it can."""
+    if found.is_meta or found.layout is not torch.strided:
+        return "has no values to copy (it is on the meta device, or sparse); load it into memory first"
+    if isinstance(found, DTensor) != isinstance(master, DTensor):
+        kinds = ["sharded" if isinstance(each, DTensor) else "no DTensor" for each in (found, master)]
+        return (
+            f"is {kinds[0]}, the parameter is {kinds[1]}; torch.distributed.checkpoint.state_dict."
+            "set_optimizer_state_dict distributes it"
+        )
+    if isinstance(found, DTensor) and isinstance(master, DTensor) and found.device_mesh != master.device_mesh:
+        return (
+            f"is on {found.device_mesh}, the parameter on {master.device_mesh}; distribute it on the parameter's mesh"
+        )
+    return None
+
+
+def _hollow(state: Any) -> bool:
+    return bool(state) and all(isinstance(value, dict) and not value for value in state.values())

@@ -1,0 +1,359 @@
+"""MasterWeightOptimizer: any torch optimizer on fp32 masters, its result quantized back into the shards.
+
+    step:   grad (q.dtype) -> fp32 -> inner.step() on the masters        chunk by chunk, see inner_step.py
+            -> amax of each master shard -> one all-reduce for all tensor-wide scales of the model
+            -> requantize every shard in place -> digest of what was written (see masters.py)
+
+A master is the shard in fp32, and a DTensor where the parameter is one; parameters in fp32 are their own masters. The
+bytes of a parameter depend only on its full master and the recipe (and on its history, with delayed scaling). So they
+are the same for every world size, and a step that moves no master moves no byte:
+
+    bytes == quantize(master)                     once a step has written the parameter
+    master == dequantize(bytes), still "fresh"    before that, where the master was made from the bytes (quantizing
+                                                  again could choose other codes for the same values, so a fresh
+                                                  parameter is written only when some shard's master moved)
+
+`param_groups` holds the parameters themselves (schedulers, clipping and torch.distributed.checkpoint.state_dict see an
+ordinary optimizer). `state[p]` holds "master_weight" beside the inner optimizer's own entries, from the first step or
+load that p takes part in.
+
+A copied or pickled optimizer takes its masters and the inner optimizer along and drops hooks, as torch's optimizers do.
+A copy of (model, optimizer) is tied as the originals are; a copy of the optimizer alone has parameters of its own.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_hooks.ranks.partners import check_complete
+from fsdp_hooks.scale_sync import (
+    SharedScales,
+    agree_on_scales,
+    cuts_of,
+    label_of,
+    meeting_of,
+    partners_of,
+    scales_of,
+    tell_sharing,
+)
+from fsdp_hooks.torch_private import local_of, without_torch_function
+from fsdp_hooks.versions import count_writes
+from qtensor.optim import master_states, optimizer_modes
+from qtensor.optim.batches import write_each
+from qtensor.optim.inner_step import step_masters
+from qtensor.optim.masters import check_trainable, copy_many, digests_of, master_of, outside_writes, refill
+from qtensor.optim.replicas import Replicas
+from qtensor.optim.step_agreement import TRAINED, Trained, agree, tell
+from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+
+class MasterWeightOptimizer(torch.optim.Optimizer):
+    """An optimizer with fp32 master weights for quantized (and other low-precision) parameters.
+
+    Building it is a collective where parameters are sharded (shards that share scales agree on these first, see
+    `fsdp_hooks.sync_scales`); `step` is a collective, too.
+
+    Args:
+        optimizer_cls: the optimizer that updates the masters, such as torch.optim.AdamW.
+        params: parameters or parameter groups, as for any torch optimizer; DTensors after fully_shard. Parameters
+            given with names (`model.named_parameters()`) are matched across ranks by name; others by group, shape,
+            dtype, recipe and placements, and by their order where all of these are equal.
+        check_replicas: each step compares what replicas (HSDP, DDP) hold as it begins, in its one all-reduce; a flipped
+            bit in one of them is an error on all ranks that names the parameter and the rank. All ranks of the default
+            group must hold the same parameters; those that are no DTensors count as replicated over all of them.
+        **optimizer_kwargs: passed to `optimizer_cls`.
+
+    Raises:
+        ValueError: a parameter is on the meta device; one shares its scale (`share_scales`) with another that is frozen
+            or not among the parameters.
+        RuntimeError: on all ranks of a group, where they do not list the same parameters.
+        NotImplementedError: the optimizer is torch.optim.Adafactor and a parameter is sharded, which torch cannot step
+            without masters either.
+    """
+
+    def __init__(
+        self,
+        optimizer_cls: type[torch.optim.Optimizer],
+        params: Iterable[Any],
+        *,
+        check_replicas: bool = False,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        self._check_replicas = check_replicas
+        self._inner: torch.optim.Optimizer | None = None
+        self._masters: dict[Tensor, Tensor] = {}
+        self._group: dict[Tensor, int] = {}  # the number of each parameter's group
+        self._labels: dict[Tensor, str] = {}  # by which ranks tell parameters apart
+        self._fresh: set[Tensor] = set()
+        self._written: dict[Tensor, Tensor] = {}  # digests of what low-precision parameters held after our last write
+        super().__init__(params, {})
+        self._check_trainable(optimizer_cls, self._named())
+        self._sync(0)
+        groups = [self._master_group(number) for number in range(len(self.param_groups))]
+        self._inner = optimizer_cls(groups, **optimizer_kwargs)
+        self.defaults = self._inner.defaults
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update(master_states.options_of(inner))
+        self._publish_state(())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {
+            "_check_replicas": self._check_replicas,
+            "_inner": self._inner,
+            "_masters": self._masters,
+            "_group": self._group,
+            "_labels": self._labels,
+            "_fresh": self._fresh,
+            # cloned: each is a row of one table, and pickling a row would pickle the whole table
+            "_written": {param: digest.clone() for param, digest in self._written.items()},
+        }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; a collective where any parameter is sharded."""
+        if self._inner is not None:
+            given = param_group["params"]
+            if not isinstance(given, Tensor | set):  # torch itself refuses a set, since it has no order
+                given = list(given)  # may be a generator
+            named = [given] if isinstance(given, Tensor) else given
+            pairs = [one if isinstance(one, tuple) else (f"group {len(self.param_groups)}", one) for one in named]
+            self._check_trainable(type(self._inner), pairs)
+            with self._telling([pair for pair in pairs if isinstance(pair[1], Tensor)]):
+                super().add_param_group({**param_group, "params": given})
+            group = self.param_groups[-1]
+            self._sync(len(self.param_groups) - 1)
+            self._inner.add_param_group(self._master_group(len(self.param_groups) - 1))
+            group.update(master_states.options_of(self._inner.param_groups[-1]))
+            return
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the masters and requantize the parameters in place.
+
+        Call it on all ranks; it makes one all-reduce for each group of ranks that shard parameters.
+        A parameter that others wrote since the last step (a checkpoint loaded later, a copy_) keeps that value: its
+        master starts anew from it.
+
+        Raises:
+            RuntimeError: `param_groups` hold other parameters than those it was built with; nothing has been written.
+                On all ranks, replicas differ (`check_replicas`).
+                Also, on all ranks of a group, where the ranks do not list the same parameters or the inner optimizer
+                failed on one of them. No quantized parameter has been written then, but masters may have moved and
+                other parameters may have been written, so load a checkpoint.
+        """
+        self._refuse_exchanged()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._move(self._step_masters)
+        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """`train` and `eval` where the inner optimizer has modes (see optimizer_modes.py), and clear errors.
+
+        Both are collectives as `step` is; quantized weights follow the masters.
+        """
+        inner = self.__dict__.get("_inner")
+        if name not in optimizer_modes.MODES or not hasattr(inner, name):
+            raise optimizer_modes.missing(inner, name)
+        return functools.partial(self._switch, name)
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        self._refuse_exchanged()
+        self._move(lambda inner: optimizer_modes.switch(inner, mode, self._masters), frozen=True)
+
+    def _step_masters(self, inner: torch.optim.Optimizer) -> list[Tensor]:
+        """Step the inner optimizer; returns the parameters that took part."""
+        with without_torch_function():  # otherwise reading an attribute of a subclass goes through it
+            # a frozen parameter may still have a gradient, which is ignored
+            stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
+        step_masters(inner, stepped, self._masters, self._group)
+        return stepped
+
+    def _move(self, move: Callable[[torch.optim.Optimizer], list[Tensor]], *, frozen: bool = False) -> None:
+        """Have masters moved, and write the parameters that `move` returns: with `frozen`, those frozen since, too."""
+        assert self._inner is not None
+        replicas = Replicas(self._named() if self._check_replicas else [])
+        try:
+            replicas.look()
+            self._follow_outside_writes()
+            for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+                inner.update(master_states.options_of(group))
+            moved = move(self._inner)
+            for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+                group.update(master_states.options_of(inner))  # some optimizers keep state in their groups
+            trained, dense, plain = self._agreeing(set(moved), frozen=frozen)
+            written = self._copy(plain)
+        except Exception:
+            with contextlib.suppress(Exception):  # the error that led here is the one to report
+                tell(*self._agreeing(set(), frozen=frozen)[:2], self._labels, replicas)
+            raise
+        self._write_back(trained, dense, written, replicas)
+        self._publish_state(moved)
+        replicas.warn_of_none()  # now that all ranks are known to step the same parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict of any optimizer, with masters in it."""
+        master_states.forget_looks(self.state, self._masters)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` returned.
+
+        Masters keep fp32; the base class would cast them to the parameter's dtype.
+
+        Raises:
+            ValueError: groups or parameters differ, or a master weight is missing or does not fit; nothing has been
+                loaded then.
+        """
+        assert self._inner is not None
+        params = [param for group in self.param_groups for param in group["params"]]
+        master_states.forget_looks(self.state, self._masters)
+        saved = master_states.saved_states(params, state_dict)
+        master_states.check_masters(self._masters, saved)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        master_states.load_masters(self._masters, saved)
+        self._start_anew(self._masters)
+        # torch restores an optimizer before its model, so the loaded masters hold until the next step writes them
+        for param in saved:
+            self._written.pop(param, None)
+        self._inner.load_state_dict(master_states.for_inner(self.param_groups, saved))
+        self._publish_state(saved)
+
+    def _check_trainable(self, kind: type[torch.optim.Optimizer], named: Iterable[tuple[str, Any]]) -> None:
+        """`check_trainable`, and an error on this rank alone reaches those that go on to `_sync`."""
+        tensors = [(name, param) for name, param in named if isinstance(param, Tensor)]
+        with self._telling(tensors):
+            check_trainable(kind, [param for _, param in tensors])
+            partners = [partners_of(param) for _, param in tensors if param.requires_grad]
+            check_complete("MasterWeightOptimizer", partners, TRAINED)
+
+    @contextlib.contextmanager
+    def _telling(self, named: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
+        """An error in this block reaches the ranks that go on to `_sync` of these parameters."""
+        try:
+            yield
+        except Exception:
+            tell_sharing(named, self._meeting(named))
+            raise
+
+    def _refuse_exchanged(self) -> None:
+        """Parameters that others put into the groups have no masters: a step would pass them over in silence."""
+        given = [param for group in self.param_groups for param in group["params"]]
+        if len(given) != len(self._masters) or any(a is not b for a, b in zip(self._masters, given, strict=True)):
+            raise RuntimeError(
+                "MasterWeightOptimizer.step: param_groups no longer hold the parameters it was built with "
+                "(accelerate's prepare exchanges them as it shards); shard the model first, then build the optimizer "
+                "from model.parameters(), and use add_param_group for more"
+            )
+
+    def _master_group(self, number: int) -> dict[str, Any]:
+        """The group of this number over masters."""
+        group = self.param_groups[number]
+        for param in group["params"]:
+            self._masters[param] = master_of(param)
+            self._group[param] = number
+        for name, param in master_states.names_of(group, number):
+            self._labels[param] = label_of(name, param)
+        self._start_anew(group["params"])
+        options = master_states.options_of(group)
+        return {**options, "params": [self._masters[param] for param in group["params"]]}
+
+    def _start_anew(self, params: Iterable[Tensor]) -> None:
+        """Take note of parameters' bytes; quantized ones are fresh until a step moves their master."""
+        params = list(params)
+        self._fresh.update(param for param in params if isinstance(local_of(param), QuantizedTensor))
+        self._written.update(digests_of([param for param in params if self._masters[param] is not param]))
+
+    def _follow_outside_writes(self) -> None:
+        """Give parameters that were written by others since (a load, a copy_) a new master."""
+        changed = outside_writes(self._written)
+        for param in changed:
+            refill(self._masters[param], param)
+        self._start_anew(changed)
+
+    def _sync(self, first: int) -> None:
+        """Make the scales of the groups from this number on agreed."""
+        named = self._named(first)
+        agree_on_scales("MasterWeightOptimizer", named, self._meeting(named))
+
+    def _meeting(self, named: Sequence[tuple[str, Tensor]]) -> list[dist.ProcessGroup]:
+        """The groups that cut these parameters or those the optimizer holds already; all ranks if replicas compare."""
+        labels = self._labels | {param: label_of(name, param) for name, param in named}
+        everybody = Replicas(named if self._check_replicas else []).everybody
+        return list(dict.fromkeys([*meeting_of(list(labels.values()), cuts_of(list(labels))), *everybody]))
+
+    def _agreeing(
+        self, with_grad: set[Tensor], *, frozen: bool
+    ) -> tuple[list[Trained], list[tuple[str, Tensor, SharedScales]], list[tuple[Tensor, Tensor, Tensor]]]:
+        """What a step writes: quantized; storage="high_precision"; plain (parameter, shard, local master).
+
+        With `frozen`, whatever took part in a step once: ranks list the same, though masters may move on one of them.
+        """
+        trained: list[Trained] = []
+        dense: list[tuple[str, Tensor, SharedScales]] = []
+        plain: list[tuple[Tensor, Tensor, Tensor]] = []
+        with without_torch_function():
+            for param, master in self._masters.items():
+                shard = local_of(param)
+                listed = param.requires_grad or (frozen and bool(self.state.get(param)))
+                if isinstance(shard, QuantizedTensor):
+                    if listed or param in with_grad:
+                        facts = param in with_grad, param in self._fresh
+                        trained.append(Trained(self._labels[param], param, shard, local_of(master), *facts))
+                    continue
+                if master is not param and param in with_grad:
+                    plain.append((param, shard, local_of(master)))
+                if listed and (scales := scales_of(param)) is not None:
+                    dense.append((self._labels[param], param, scales))
+        return trained, dense, plain
+
+    def _named(self, first: int = 0) -> list[tuple[str, Tensor]]:
+        """(name, parameter) of the groups from this number on."""
+        groups = list(enumerate(self.param_groups))[first:]
+        return [pair for number, group in groups for pair in master_states.names_of(group, number)]
+
+    def _write_back(
+        self,
+        trained: list[Trained],
+        dense: list[tuple[str, Tensor, SharedScales]],
+        written: set[Tensor],
+        replicas: Replicas,
+    ) -> None:
+        """Masters -> quantized parameters; take note of what low-precision ones hold now, `written` ones among them."""
+        outcome = agree(trained, dense, self._labels, replicas)
+        # a host sync, rare once all have been written
+        wait = any(one.fresh or not one.stepped for one in trained)
+        moves = outcome.moves() if wait else [True] * len(trained)
+        written = written | self._requantize(trained, outcome.scales, moves)
+        count_writes(written)
+        low = (param for param, master in self._masters.items() if master is not param)
+        self._written.update(digests_of([param for param in low if param in written or param not in self._written]))
+
+    def _copy(self, plain: list[tuple[Tensor, Tensor, Tensor]]) -> set[Tensor]:
+        copy_many((shard, master) for _, shard, master in plain)
+        return {param for param, _, _ in plain}
+
+    def _requantize(self, trained: list[Trained], scales: list[Tensor | None], moves: list[bool]) -> set[Tensor]:
+        """Write the quantized parameters that moved; returns those."""
+        moved = [(one, agreed) for one, agreed, yes in zip(trained, scales, moves, strict=True) if yes]
+        write_each(
+            [one.shard for one, _ in moved],
+            [one.master for one, _ in moved],
+            [agreed for _, agreed in moved],
+            [one.cut for one, _ in moved],
+        )
+        # a shard without elements stays fresh: it cannot say that something moved
+        self._fresh -= {one.param for one, _ in moved if one.master.numel()}
+        return {one.param for one, _ in moved}
+
+    def _publish_state(self, params: Iterable[Tensor]) -> None:
+        assert self._inner is not None
+        master_states.publish(self.state, self._masters, self._inner.state, params)

@@ -1,0 +1,210 @@
+"""What ranks agree on in an optimizer step, by one all-reduce: shared scales, and which masters moved.
+
+    [claims of quantized shards that share scales .., 1 or 0 for each quantized parameter .., claims of dense shards ..,
+     0, which says nothing, digests of replicas .., where they are compared (replicas.py)]
+
+All trainable parameters that are gathered quantized take part every time, so that ranks never differ in what they
+reduce, and all groups that cut any parameter, so that no rank waits for one that trains none of a group's. If ranks do
+differ, or a rank failed in its step, all ranks raise before a quantized byte is written (see fsdp_hooks/ranks).
+Whether a master moved is known without reading it, except for fresh parameters (see master_weights.py): these are
+compared with their masters on their device, without a host sync.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_hooks.ranks.exchange import Label
+from fsdp_hooks.ranks.partners import check_complete, pooled
+from fsdp_hooks.scale_sync import MEETING, SharedScales, max_over_groups, meeting_of, tell_groups
+from fsdp_hooks.torch_private import local_of
+from qtensor.optim.batches import claims_of
+from qtensor.optim.replicas import Replicas
+from qtensor.scales.agreement import common_along
+from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
+from qtensor.tensor.contents import decoded
+from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+WHAT = "MasterWeightOptimizer.step"
+TRAINED = "the parameters that it trains (frozen ones are not)"
+
+
+class Trained(NamedTuple):
+    """A trainable quantized parameter in a step; `fresh`: its master was made from the bytes."""
+
+    label: str  # must be the same on all ranks
+    param: Tensor
+    shard: QuantizedTensor
+    master: Tensor  # fp32, local
+    stepped: bool
+    fresh: bool
+
+    @property
+    def cut(self) -> CutBlocks | None:
+        """The square blocks that its shards cut."""
+        return cut_blocks_of(self.param, self.shard.recipe)
+
+
+class Outcome(NamedTuple):
+    """What was agreed on.
+
+    Attributes:
+        scales: what was agreed on for the scales of each parameter (`agreement.claim_of`, over all shards); None where
+            it has none in common with other shards or parameters.
+        order: the parameters' numbers, in the order of `moved`.
+        moved: fp32 [parameters], 1 where some shard's master moved, else 0.
+        together: the numbers of parameters that share one scale: where one of them moves, all are written.
+    """
+
+    scales: list[Tensor | None]
+    order: list[int]
+    moved: Tensor
+    together: list[list[int]]
+
+    def moves(self) -> list[bool]:
+        """Whether each parameter moved; a host sync."""
+        found = dict(zip(self.order, self.moved.tolist(), strict=True))
+        for numbers in self.together:
+            found |= dict.fromkeys(numbers, max(found[number] for number in numbers))
+        return [bool(found[number]) for number in range(len(self.order))]
+
+
+class _Terms(NamedTuple):
+    """What a step exchanges, known without reading any value: the same on all ranks of a group.
+
+    Attributes:
+        sharing: the numbers of the parameters that share scales, between shards or with other parameters.
+        groups: the groups over which each of them shares scales.
+        members: groups that cut parameters -> the numbers of the parameters they cut, in the order of their labels.
+        claiming: dense shards that share scales: label, scales, groups.
+        meeting: the groups in which a rank takes part, whatever it has to say there.
+        replicas: what is compared over replicas.
+    """
+
+    sharing: list[int]
+    groups: list[list[dist.ProcessGroup]]
+    members: dict[tuple[dist.ProcessGroup, ...], list[int]]
+    claiming: list[tuple[str, SharedScales, list[dist.ProcessGroup]]]
+    meeting: list[dist.ProcessGroup]
+    replicas: Replicas
+
+    def labelled(self, trained: Sequence[Trained]) -> tuple[list[Label], list[list[dist.ProcessGroup]]]:
+        """The labels and the groups of what is exchanged, in the order it is exchanged."""
+        labels: list[Label] = [("amax", trained[number].label) for number in self.sharing]
+        labels += [("moved", *(trained[number].label for number in numbers)) for numbers in self.members.values()]
+        labels += [*(("claim", label) for label, _, _ in self.claiming), MEETING]
+        groups = [*self.groups, *map(list, self.members), *(own for _, _, own in self.claiming), self.meeting]
+        return labels + self.replicas.labels, groups + self.replicas.groups
+
+
+def _terms(
+    trained: Sequence[Trained],
+    dense: Sequence[tuple[str, Tensor, SharedScales]],
+    labels: Mapping[Tensor, str],
+    replicas: Replicas,
+) -> _Terms:
+    meeting = meeting_of(list(labels.values()), replicas.cuts_of(list(labels)))
+    terms = _Terms([], [], {}, [], list(dict.fromkeys([*meeting, *replicas.everybody])), replicas)
+    for number, (one, cuts) in enumerate(zip(trained, replicas.cuts_of([one.param for one in trained]), strict=True)):
+        terms.members.setdefault(tuple(group for _, group in cuts), []).append(number)
+        own: list[dist.ProcessGroup] = []
+        if cuts:
+            recipe, ndim, cut = one.shard.recipe, one.shard.ndim, one.cut
+            own = [group for dim, group in cuts if common_along(recipe, cut, dim, ndim)]
+        if own or one.shard._partners is not None:
+            terms.sharing.append(number)
+            terms.groups.append(own)
+    for numbers in terms.members.values():
+        numbers.sort(key=lambda number: trained[number].label)
+    for (label, _, scales), cuts in zip(dense, replicas.cuts_of([param for _, param, _ in dense]), strict=True):
+        own = [group for dim, group in cuts if scales.shared_along(dim)]
+        if own or scales.partners is not None:
+            terms.claiming.append((label, scales, own))
+    return terms
+
+
+def agree(
+    trained: Sequence[Trained],
+    dense: Sequence[tuple[str, Tensor, SharedScales]],
+    labels: Mapping[Tensor, str],
+    replicas: Replicas,
+) -> Outcome:
+    """Agree over all shards; a collective. Dense shards (storage="high_precision") adopt their scales here.
+
+    Args:
+        trained: the quantized parameters.
+        dense: label, parameter and scales of each dense shard.
+        labels: of all parameters of the optimizer, in any order.
+        replicas: what is compared over replicas, looked at already.
+
+    Raises:
+        RuntimeError: on all ranks of a group: they do not list the same parameters, or one of them called `tell`; on
+            all ranks, replicas differ.
+    """
+    terms = _terms(trained, dense, labels, replicas)
+    sharing, members, claiming = terms.sharing, terms.members, terms.claiming
+    shards, masters = [trained[number].shard for number in sharing], [trained[number].master for number in sharing]
+    partners = [trained[number].shard._partners for number in sharing]
+    of_dense = [scales.partners for _, scales, _ in claiming]
+    try:
+        check_complete(WHAT, partners + of_dense, TRAINED)
+        values = claims_of(shards, masters, [trained[number].cut for number in sharing])
+        values += [_moved([trained[number] for number in numbers]) for numbers in members.values()]
+        values += [scales.claim() for _, scales, _ in claiming]
+        met = torch.zeros(1, dtype=torch.float32, device=_device(labels))
+    except Exception:
+        tell(trained, dense, labels, replicas)
+        raise
+    listed, over = terms.labelled(trained)
+    reduced, _ = max_over_groups(WHAT, listed, [*values, met, *replicas.values], over)
+    agreed, compared = reduced[: len(values)], reduced[len(values) + 1 :]
+    replicas.check(compared)
+    scales_agreed: list[Tensor | None] = [None] * len(trained)
+    own = pooled([one and one.names for one in partners], [1] * len(sharing), agreed[: len(sharing)])
+    for number, claim in zip(sharing, own, strict=True):
+        scales_agreed[number] = claim
+    flags = agreed[len(sharing) : len(sharing) + len(members)]
+    theirs = agreed[len(sharing) + len(members) :]
+    theirs = pooled([one and one.names for one in of_dense], [scales.pooled for _, scales, _ in claiming], theirs)
+    for (_, scales, _), claim in zip(claiming, theirs, strict=True):
+        scales.adopt(claim)
+    order = [number for numbers in members.values() for number in numbers]
+    together: dict[tuple[str, ...], list[int]] = {}
+    for number, one in zip(sharing, partners, strict=True):
+        if one is not None:
+            together.setdefault(one.names, []).append(number)
+    device = flags[0].device if flags else torch.device("cpu")
+    moved = torch.cat([torch.zeros(0, dtype=torch.float32, device=device), *(own.to(device) for own in flags)])
+    return Outcome(scales_agreed, order, moved, list(together.values()))
+
+
+def tell(
+    trained: Sequence[Trained],
+    dense: Sequence[tuple[str, Tensor, SharedScales]],
+    labels: Mapping[Tensor, str],
+    replicas: Replicas,
+) -> None:
+    """Called instead of `agree` on a rank that failed: the others raise instead of waiting for it."""
+    tell_groups(*_terms(trained, dense, labels, replicas).labelled(trained), _device(labels))
+
+
+def _device(labels: Mapping[Tensor, str]) -> torch.device:
+    """Where the first parameter is."""
+    return next((local_of(param).device for param in labels), torch.device("cpu"))
+
+
+def _moved(trained: Sequence[Trained]) -> Tensor:
+    """fp32 [n]: whether the masters of this rank moved (1) or not (0)."""
+    device = trained[0].master.device
+    if all(one.stepped for one in trained):
+        flags = torch.ones(len(trained), dtype=torch.float32, device=device)
+    else:
+        stepped = [float(one.stepped) for one in trained]
+        flags = torch.tensor(stepped, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
+    for number, one in enumerate(trained):
+        if one.stepped and one.fresh:
+            flags[number] = (decoded(one.shard, torch.float32) != one.master).any()
+    return flags

@@ -1,0 +1,209 @@
+"""F.linear with a quantized weight: plain output, plain gradients.
+
+    forward    y  = x  @ dequantize(w).T + b         # [T, K] @ [K, N] -> [T, N]
+               y  = product(x, w) + b                # activations="dynamic": Q(x) @ Q(w).T, see dynamic.py
+    backward   dx = dy @ dequantize(w)               # [T, N] @ [N, K] -> [T, K]
+               dw = dy.T @ x                         # [N, T] @ [T, K] -> [N, K], a plain tensor in w.dtype
+
+Gradients pass straight through the rounding of a quantized input, and dw is computed from the input before rounding.
+The backward products above are those of all recipes without `gradients`; with it, both are products of quantized
+operands, see gradients.py.
+
+Backward saves the quantized weight where the gradient of x is wanted, and x where that of the weight is; a dense weight
+exists only during one product, or up to backward where `decode_once` says so. The weight reaches this function through
+__torch_function__, before autograd takes F.linear apart.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_hooks.torch_private import is_tracing, without_torch_function
+from qtensor.products.decode_once import decode_once
+from qtensor.products.dynamic import product
+from qtensor.products.gradients import input_gradient, weight_gradient
+from qtensor.products.late_decode import multiply_decoded
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import describe
+from qtensor.tensor.quantized_tensor import TORCH_FUNCTIONS, QuantizedTensor
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """The three products of a linear layer around a quantized weight [N, K]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        """The output [.., N] from x [.., K], weight [N, K] and bias [N] or None."""
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        dense = _dense(weight) if weight.recipe.activations is None else None
+        y = _forward(x, weight, bias, dense)
+        kept = None if is_tracing() or dense is None or not of_x else _kept(dense, y)
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None, kept)
+        ctx.recipe, ctx.shape = weight.recipe, weight.shape
+        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of x, weight and bias from that of the output, [.., N]."""
+        (grad,) = grads
+        x, weight, dense = ctx.saved_tensors  # x and the weight where the other's gradient is wanted
+        if ctx.recipe.gradients is None:
+            dx, dw = _dense_gradients(grad, x, weight, dense)
+        elif torch.is_grad_enabled() and not is_tracing():
+            dx, dw = _DifferentiatedOnce.apply(grad, x, weight, (ctx.shape, ctx.recipe))
+        else:
+            dx, dw = _quantized_gradients(grad, x, weight, ctx.recipe)
+        dx = None if dx is None else dx.to(ctx.x_dtype)
+        dw = None if dw is None else dw.to(ctx.weight_dtype)
+        db = None
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            db = (grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad).to(ctx.bias_dtype)
+        return dx, dw, db
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """`_quantized_gradients` where a graph of the backward is asked for (create_graph=True): an error behind it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, looks: tuple[torch.Size, Recipe]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of x and of a weight of this shape and recipe."""
+        ctx.looks = looks
+        return _quantized_gradients(grad, x, weight, looks[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Raises: rounding has no derivative, and nothing says what should pass straight through it here."""
+        raise NotImplementedError(
+            f"the second derivative of F.linear with {describe(*ctx.looks)}: its backward rounds gradients; leave "
+            "gradients=None where a loss contains gradients"
+        )
+
+
+def _dense_gradients(
+    grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, dense: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x, where the weight is given, and of the weight, where x is; `dense`: see `_kept`."""
+    dx = dw = None
+    if weight is not None:
+        if torch.is_grad_enabled() and not is_tracing():  # a loss may contain dx, and so the weight once more
+            dx = _InputGradient.apply(grad, weight)
+        elif dense is not None and dense.numel() and dense.dtype == grad.dtype:  # which hooks on gradients may change
+            dx = grad @ dense
+        else:
+            dx = _input_gradient(grad, weight)
+    if x is not None:
+        dw = _rows(grad).T @ _rows(x).to(grad.dtype) if grad.ndim > 1 else torch.outer(grad, x)
+    return dx, dw
+
+
+class _InputGradient(torch.autograd.Function):
+    """dx = dy @ dequantize(w) as a function of both, straight through the rounding of w, for further derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, weight: QuantizedTensor) -> Tensor:
+        """The input's gradient [.., K] from that of the output, [.., N], and the weight [N, K]."""
+        ctx.save_for_backward(grad, weight)
+        return _input_gradient(grad, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of dy and of the weight from that of dx, [.., K]."""
+        (found,) = outer
+        grad, weight = ctx.saved_tensors
+        of_grad, of_weight = ctx.needs_input_grad
+        return (
+            _Output.apply(found, weight) if of_grad else None,
+            _rows(grad).T @ _rows(found) if of_weight else None,
+        )
+
+
+class _Output(torch.autograd.Function):
+    """y = x @ dequantize(w).T likewise; each of the two is made of the other's derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor) -> Tensor:
+        """The output [.., N] from x [.., K] and the weight [N, K]."""
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, _dense(weight, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of x and of the weight from that of y, [.., N]."""
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad
+        return (
+            _InputGradient.apply(grad, weight) if of_x else None,
+            _rows(grad).T @ _rows(x) if of_weight else None,
+        )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[tokens, channels] of [.., channels]."""
+    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
+
+
+def _input_gradient(grad: Tensor, weight: QuantizedTensor) -> Tensor:
+    with without_torch_function():
+        return multiply_decoded("matmul", [grad], 1, weight, grad.dtype)
+
+
+def _quantized_gradients(
+    grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, recipe: Recipe
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same by gradients.py, for a weight of this recipe."""
+    flat = _rows(grad)  # [T, N]
+    dx = dw = None
+    with without_torch_function():
+        if weight is not None:
+            dx = input_gradient(flat, weight).reshape(*grad.shape[:-1], weight.shape[-1])
+        if x is not None:
+            dw = weight_gradient(flat, _rows(x).to(grad.dtype), recipe)
+    return dx, dw
+
+
+def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, dense: Tensor | None = None) -> Tensor:
+    if weight.recipe.activations is None:
+        return F.linear(x, _dense(weight) if dense is None else dense, bias)
+    y = product(_autocast(x), weight)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _dense(weight: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The dense weight, with __torch_function__ off, which each read of an attribute would go through otherwise."""
+    with without_torch_function():
+        return weight.dequantize(dtype)
+
+
+def _kept(dense: Tensor, y: Tensor) -> Tensor:
+    """The dense weight where `decode_once` keeps it for backward, and otherwise a tensor without elements.
+
+    Activation checkpointing puts what is saved when a forward runs again in the places of what was saved before. One
+    tensor more would move all behind it by a place, and torch sees this only where shapes, dtypes or devices differ.
+    """
+    return dense if decode_once.on and dense.dtype == y.dtype else y.new_empty(0)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """`x` in the dtype that autocast computes linear layers in, where it is on (the meta device has no autocast)."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else x
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 (torch's own argument name)
+    """`torch.nn.functional.linear` where an argument is quantized. Raises TypeError if input or bias is."""
+    for name, value in (("input", input), ("bias", bias)):
+        if isinstance(value, QuantizedTensor):
+            raise TypeError(f"F.linear: the {name} is {describe(value.shape, value.recipe)}; call .dequantize() on it")
+    if not torch.is_grad_enabled():
+        return _forward(input, weight, bias)  # type: ignore[arg-type] # only the weight is left to be quantized
+    return QuantizedLinear.apply(input, weight, bias)  # type: ignore[no-any-return]
+
+
+TORCH_FUNCTIONS[F.linear] = linear

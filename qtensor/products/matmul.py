@@ -1,0 +1,130 @@
+"""Products that do not arrive as F.linear: tensor parallelism, looped experts and bmm send them to the op table.
+
+    DTensor takes F.linear apart before its local tensors see it:   t(w), then mm(x, t(w)) or addmm(bias, x, t(w))
+
+A transposed weight is a view of the same parts (`transposed` in its lens). An operand of a product is dequantized
+inside that product, so that autograd saves the quantized bytes and no dense weight outlives the product. This is exact:
+the dequantized values of a transposed view are the transposed dequantized values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.ops.table import implements
+from qtensor.products.dynamic import product
+from qtensor.products.late_decode import multiply_decoded
+from qtensor.spec.registry import describe
+from qtensor.tensor.quantized_tensor import QuantizedTensor, dense
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+@implements(aten.t.default)
+def t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """[N, K] -> [K, N], the same parts; transposing twice gives the weight back."""
+    return _transposed(args[0])
+
+
+@implements(aten.transpose.int)
+def transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """[.., N, K] -> [.., K, N]; other dims cannot be exchanged."""
+    q, ndim = args[0], args[0].ndim
+    first, second = (dim % ndim for dim in args[1:3])
+    if first == second:
+        return q.detach()
+    if {first, second} != {ndim - 1, ndim - 2}:
+        raise NotImplementedError(
+            f"transposing dims {args[1]} and {args[2]} of {describe(q.shape, q.recipe)}: only the last two are defined"
+        )
+    return _transposed(q)
+
+
+def _transposed(q: QuantizedTensor) -> QuantizedTensor:
+    lens = q._lens
+    if q.ndim < 2 or (lens.described is not None and not lens.transposed):
+        raise NotImplementedError(f"transposing {describe(q.shape, q.recipe)}: only a weight [.., N, K] is defined")
+    other = lens.seen_as(None) if lens.transposed else lens.seen_as(tuple(q.shape), transposed=True)
+    return q._aliased(other, torch.Size((*q.shape[:-2], q.shape[-1], q.shape[-2])))
+
+
+@implements(aten.mm.default)
+def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """[T, K] @ t(w) as a linear layer computes it if activations="dynamic", else a product of dequantized values."""
+    x, weight = args
+    if isinstance(weight, QuantizedTensor) and weight._lens.transposed and weight.recipe.activations is not None:
+        _refuse_gradients(func, weight)
+        return product(x, _transposed(weight))
+    return _decoded_inside(func, args, kwargs)
+
+
+@implements(aten.addmm.default)
+def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`bias + x @ t(w)`, see `mm`."""
+    bias, x, weight = args
+    if isinstance(weight, QuantizedTensor) and weight._lens.transposed and weight.recipe.activations is not None:
+        if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1:
+            raise NotImplementedError(f"addmm with beta or alpha of {describe(weight.shape, weight.recipe)}")
+        _refuse_gradients(func, weight)
+        y: Tensor = product(x, _transposed(weight)) + bias
+        return y
+    return _decoded_inside(func, args, kwargs)
+
+
+def _refuse_gradients(func: Any, weight: QuantizedTensor) -> None:
+    """Raise where autograd would go on to a dense backward under a recipe that asks for another one."""
+    if weight.recipe.gradients is not None and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{func} with {describe(weight.shape, weight.recipe)}: gradients={weight.recipe.gradients!r} is defined "
+            "for F.linear, and neither for tensor parallelism nor for products of a transposed weight; leave "
+            "gradients=None, or compute under torch.no_grad()"
+        )
+
+
+def _decoded_inside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A product of decoded values; where one operand is quantized and nothing but tensors is given, see late_decode."""
+    places = [place for place, arg in enumerate(args) if isinstance(arg, QuantizedTensor)]
+    if len(places) != 1 or kwargs or not all(isinstance(arg, Tensor) for arg in args):
+        return func(*dense(args), **kwargs)  # type: ignore[no-any-return]
+    (place,) = places
+    _refuse_gradients(func, args[place])
+    name = func.__name__.removesuffix(".default")
+    return multiply_decoded(name, [*args[:place], *args[place + 1 :]], place, args[place])
+
+
+@implements(aten.baddbmm.default)
+def baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`q + alpha * a @ b` of a stack of weights: dense, as peft adds an adapter to experts for the time of a forward.
+
+    The gradient of the sum passes straight through to the weight, and to both factors as for a dense stack.
+    """
+    for operand in args:
+        if isinstance(operand, QuantizedTensor):
+            _refuse_dense_products(func, operand)
+    return func(*dense(args), **dense(kwargs))  # type: ignore[no-any-return]
+
+
+_BATCHED = [aten.bmm.default, aten.mv.default]
+if hasattr(aten, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls
+    _BATCHED.append(aten._grouped_mm.default)  # noqa: SLF001 - the op's name
+
+
+@implements(*_BATCHED)
+def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Products with a stack of weights [E, N, K], or with a vector, of the dequantized values."""
+    for operand in args:
+        if isinstance(operand, QuantizedTensor):
+            _refuse_dense_products(func, operand)
+    return _decoded_inside(func, args, kwargs)
+
+
+def _refuse_dense_products(func: Any, operand: QuantizedTensor) -> None:
+    """Raise where a recipe asks for products of quantized inputs, which are not defined here."""
+    if operand.recipe.activations is not None:
+        raise NotImplementedError(
+            f'{func} with {describe(operand.shape, operand.recipe)}: activations="dynamic" is defined for linear '
+            "layers; loop over them, or call .dequantize()"
+        )

@@ -1,0 +1,232 @@
+"""What a quantized shard brings to an agreement on shared scales, and how it adopts the outcome.
+
+A claim is one flat fp32 tensor, so that the claims of a whole model travel in one all-reduce:
+
+    shared scales   [scale ..., amax of the preserved initial value ..., scale as it is ..., minus that ...,
+                    amax history ...]
+    cut blocks      [facts of the values ..., facts of the initial value ..., scale as it is ..., minus that ...]
+
+A scale is claimed as 0 where every value under it is 0, because the scale of zeros says nothing. The maxima of "scale
+as it is" and of its negative tell whether all shards agree already; if they do, no byte changes. For square blocks that
+shards cut see cut_blocks.py.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.ranks.partners import Partners
+from fsdp_hooks.scale_sync import scales_of_shard
+from qtensor.numerics import kernels
+from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
+from qtensor.spec.blocks import BlockFacts
+from qtensor.spec.recipes import Recipe
+from qtensor.spec.registry import (
+    adopt,
+    block_multiple,
+    encode,
+    keeps_history,
+    row_multiple,
+    shares_scale_along,
+    specs_of,
+    tensor_wide,
+)
+from qtensor.tensor.contents import decoded, initial_value, shared_scale
+from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+
+def flat_amax(dense: Tensor, recipe: Recipe) -> Tensor | None:
+    """fp32, flat: the amaxes of dense values behind the scales that shards may share; None where there are none."""
+    amax = kernels.shared_amax(dense, recipe)
+    return None if amax is None else amax.reshape(-1)
+
+
+def claim_of(dense: Tensor, recipe: Recipe, cut: CutBlocks | None) -> Tensor:
+    """fp32, flat: what the values of a shard say about scales that it has in common with others.
+
+    These are the amaxes of shared scales, then facts of square blocks that shards cut.
+    """
+    amax = flat_amax(dense, recipe)
+    claims = [] if amax is None else [amax]
+    if cut is not None:
+        claims.append(cut.claim(dense, recipe))
+    return claims[0] if len(claims) == 1 else torch.cat(claims)
+
+
+def decided(
+    dense: Tensor, recipe: Recipe, cut: CutBlocks | None, agreed: Tensor | None
+) -> tuple[Tensor | None, BlockFacts | None]:
+    """From the maxima over all `claim_of`: the flat amax, and the facts of blocks, that `contents.write` takes.
+
+    Both may have one more dim in front: several weights of one shape and cut.
+    """
+    if agreed is None or cut is None:
+        return agreed, None
+    shared = agreed.shape[-1] - cut.size(2)
+    return agreed[..., :shared] if shared else None, cut.decided(dense, recipe, agreed[..., shared:])
+
+
+def encode_agreed(dense: Tensor, recipe: Recipe, cut: CutBlocks | None, agreed: Tensor | None) -> dict[str, Tensor]:
+    """Parts of a shard's values under what was agreed on; None: where it has no scale in common with others."""
+    amax, blocks = decided(dense, recipe, cut, agreed)
+    amax = None if amax is None else amax.view(kernels.amax_shape(dense.shape, recipe))
+    return kernels.encode(dense, recipe, amax, blocks)
+
+
+def scale_of(amax: Tensor, recipe: Recipe) -> Tensor:
+    """fp32: the shared scale that `encode` makes of an amax, [] or [.., N, 1]; only for recipes that have one."""
+    rows = amax.shape[:-1] or (row_multiple(recipe),)
+    zeros = torch.zeros(*rows, block_multiple(recipe), dtype=torch.float32, device=amax.device)
+    return encode(zeros, recipe, amax)[tensor_wide(recipe) or "scale"]
+
+
+def common_along(recipe: Recipe, cut: CutBlocks | None, dim: int, ndim: int) -> bool:
+    """Whether pieces cut along `dim` have a scale in common: a shared one, or that of a square block they cut."""
+    return shares_scale_along(recipe, dim, ndim) or (cut is not None and dim == ndim - 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeScales:
+    """The scales of a shard that has a recipe.
+
+    shard: the local tensor of `param`.
+    """
+
+    shard: Any
+    param: Tensor
+
+    @functools.cached_property
+    def cut(self) -> CutBlocks | None:
+        """The square blocks that shards cut."""
+        return cut_blocks_of(self.param, self.shard.recipe)
+
+    @property
+    def partners(self) -> Partners | None:
+        """The weights with which it shares its tensor-wide scale."""
+        return self.shard._partners  # type: ignore[no-any-return]
+
+    def kind(self) -> str:
+        """The recipe, as it is stored, and with whom it shares its scale."""
+        stored = repr(self.shard.recipe.stored)
+        return stored if self.partners is None else f"{stored}, {self.partners}"
+
+    def may_share(self) -> bool:
+        """Whether some cut of the weight leaves pieces with a scale in common."""
+        recipe, ndim = self.shard.recipe, self.shard.ndim
+        return row_multiple(recipe) > 1 or any(shares_scale_along(recipe, dim, ndim) for dim in range(ndim))
+
+    def shared_along(self, dim: int) -> bool:
+        """Whether the shards, cut along `dim`, have a scale in common."""
+        return common_along(self.shard.recipe, self.cut, dim, self.shard.ndim)
+
+
+class QuantizedScales(RecipeScales):
+    """The scales of a quantized shard."""
+
+    @property
+    def pooled(self) -> int:
+        """All that a claim says about the shared scale."""
+        return 4 + sum(history.numel() for history in self._history())
+
+    @torch.no_grad()
+    def claim(self) -> Tensor:
+        """fp32, flat: see the module's docstring."""
+        q, values, init = self.shard, decoded(self.shard, torch.float32), initial_value(self.shard)
+        claims = []
+        amax = flat_amax(values, q.recipe)
+        if amax is not None:
+            scale, none = shared_scale(q).reshape(-1), torch.zeros_like(amax)
+            of_init = none if init is None else flat_amax(init, q.recipe)
+            assert of_init is not None
+            claims += [torch.where(amax > 0, scale, none), of_init, scale, -scale, *self._history()]
+        if self.cut is not None:
+            facts = self.cut.claim(values, q.recipe)
+            claims += [facts, torch.zeros_like(facts) if init is None else self.cut.claim(init, q.recipe)]
+            claims.append(self.cut.laid_out(self._block_scales(self.cut), fill=-math.inf))
+        return torch.cat(claims)
+
+    @torch.no_grad()
+    def adopt(self, agreed: Tensor) -> None:
+        """Re-encode under the agreed scales; shards, and cut blocks, that agree already keep their bytes.
+
+        With a preserved initial value the result is the quantization of the full tensor's value, bit for bit.
+        """
+        q, cut, init = self.shard, self.cut, initial_value(self.shard)
+        values = decoded(q, torch.float32) if init is None else init
+        same, facts = torch.ones((), dtype=torch.bool, device=q.device), None
+        if cut is not None:
+            size = cut.size(2)
+            agreed, of_values, of_init, scales = agreed.split([agreed.numel() - 3 * size, size, size, size])
+            facts = cut.decided(values, q.recipe, of_values if init is None else of_init)
+            largest, smallest = cut.spread(cut.taken_over(self._block_scales(cut), scales)).unbind(dim=-3)
+            same = (largest == -smallest) & (init is None)  # [.., N, blocks along K]
+        if not kernels.shares_amax(q.recipe):
+            self._take(kernels.encode(values, q.recipe, None, facts), same)
+            return
+        scale = shared_scale(q)
+        claimed, amax, *extremes = (piece.view_as(scale) for piece in agreed[: 4 * scale.numel()].split(scale.numel()))
+        same_shared = extremes[0] == -extremes[1]
+        if init is not None:
+            new = kernels.encode(values, q.recipe, amax, facts)
+        else:
+            claimed = torch.where(claimed > 0, claimed, torch.ones_like(claimed))
+            new = adopt(values, q.recipe, claimed, facts)
+            same_shared = same_shared | (scale == claimed)
+        self._take(new, same & same_shared, same_shared)
+        for history in self._history():
+            history.copy_(agreed[4 * scale.numel() :])
+
+    def _take(self, new: Mapping[str, Tensor], same: Tensor, same_shared: Tensor | None = None) -> None:
+        """Write new parts except where blocks, or a scale that all rows share, are the same already."""
+        q = self.shard
+        for spec in specs_of(q.recipe):
+            own, theirs = q.parts()[spec.name], new.get(spec.name)
+            if theirs is None or spec.length is not None:
+                continue
+            keep = same_shared if same_shared is not None and not spec.per_row else same
+            if spec.per_row and keep.ndim and keep.shape[-1] > 1:
+                keep = keep.repeat_interleave(block_multiple(q.recipe) // spec.block, dim=-1)[..., : own.shape[-1]]
+            if own.dtype.itemsize == 1:  # as bytes, since torch.where does not support float8
+                own, theirs = own.view(torch.uint8), theirs.view(torch.uint8)
+            own.copy_(torch.where(keep, own, theirs))
+
+    def _block_scales(self, cut: CutBlocks) -> Tensor:
+        """fp32 [.., 2, groups, blocks along K]: the largest of the scales stored in each block, and of their negatives.
+
+        One-byte scales are compared as bytes, since NaN is not equal to itself.
+        """
+        scale = self.shard.scale
+        numbers = scale if scale.dtype == torch.float32 else scale.view(torch.uint8).to(torch.float32)
+        return cut.grouped(torch.stack([numbers, -numbers], dim=-3), fill=-math.inf)
+
+    def _history(self) -> list[Tensor]:
+        """The amax history, for recipes that keep one."""
+        return [self.shard.parts()["amax_history"]] if keeps_history(self.shard.recipe) else []
+
+
+class DenseScales(RecipeScales):
+    """The scales under which a dense shard is gathered (high_precision.py)."""
+
+    pooled = 1  # its amax
+
+    def kind(self) -> str:
+        """The recipe of its gathers, and with whom it shares its scale."""
+        return f"dense, gathered as {super().kind()}"
+
+    @torch.no_grad()
+    def claim(self) -> Tensor:
+        """fp32, flat: see `claim_of`."""
+        return claim_of(self.shard.dense, self.shard.recipe, self.cut)
+
+    @torch.no_grad()
+    def adopt(self, agreed: Tensor) -> None:
+        """Keep what was agreed on; no byte of the shard changes."""
+        self.shard.agreement.claims, self.shard.agreement.cut = torch.stack([agreed, self.claim()]), self.cut
+
+
+scales_of_shard.register(QuantizedTensor, QuantizedScales)
