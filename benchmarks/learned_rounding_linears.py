@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks.calibration_sides import first_layers
 from layerwise import GPTQ, LocalHessian
 from layerwise.algorithms.algorithm import Group, Inputs, Linear
-from layerwise.algorithms.columns import ColumnRounding, columns_of, rounding_of
-from layerwise.algorithms.descent import descend
+from layerwise.algorithms.solvers.columns import ColumnRounding, columns_of, rounding_of
+from layerwise.algorithms.solvers.descent import descend
 from qtensor import NVFP4BlockScaling
 from qtensor.spec.registry import shared_amax
 

@@ -32,7 +32,7 @@ import qtensor as qt
 from benchmarks.report import at_least, at_most
 from layerwise import AWQ, GPTQ, Algorithm, Decision, Group, Inputs, Linear, LocalHessian, Max, Mse, SmoothQuant
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN
-from layerwise.algorithms.clipping import local_hessian_of
+from layerwise.algorithms.solvers.clipping import local_hessian_of
 from layerwise.folding.folds import transformed
 from layerwise.statistics.collector import Collector
 from qtensor.spec.recipes import Recipe

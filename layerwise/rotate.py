@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_hooks.wrappers import module_named, plain_modules, without_replication
-from layerwise.algorithms.arithmetic import full_precision
+from layerwise.algorithms.solvers.arithmetic import full_precision
 from layerwise.folding.folds import AMPLIFICATION, deviation, tolerance
-from layerwise.inputs.evaluating import evaluating
+from layerwise.inputs.replaying.evaluating import evaluating
 from layerwise.rotating.choice import Asked, Axis, Chosen, choose
 from layerwise.rotating.hadamard import Rotation, rotate_weight_
 from layerwise.rotating.online import named_linears

@@ -35,9 +35,15 @@ ALLOWED = {
         "fsdp_hooks/torch_private.py",
         'return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")',
     ): "it takes the default away",
-    ("layerwise/inputs/ambient.py", "torch.get_default_dtype(),"): "it notes what the model has set",
-    ("layerwise/inputs/ambient.py", "if torch.get_default_dtype() != wanted.dtype:"): "it sets what the model had set",
-    ("layerwise/inputs/ambient.py", "torch.set_default_dtype(wanted.dtype)"): "the same, around a call of a layer",
+    ("layerwise/inputs/values/ambient.py", "torch.get_default_dtype(),"): "it notes what the model has set",
+    (
+        "layerwise/inputs/values/ambient.py",
+        "if torch.get_default_dtype() != wanted.dtype:",
+    ): "it sets what the model had set",
+    (
+        "layerwise/inputs/values/ambient.py",
+        "torch.set_default_dtype(wanted.dtype)",
+    ): "the same, around a call of a layer",
     ("qtensor/ops/table.py", "make = torch.zeros if zero else torch.empty"): "the three calls of it below name both",
 }
 

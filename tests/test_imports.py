@@ -41,7 +41,8 @@ FOLDERS: dict[str, tuple[str, ...]] = {
         *("digests", "delta", "streams", "cli.report", "cli", "."),
     ),
     "layerwise": (
-        *("algorithms", "formats", "stages", "weights", "statistics", "inputs", "folding", "rotating", "report"),
+        *("algorithms.algorithm", "algorithms.solvers", "algorithms", "formats", "stages", "weights", "statistics"),
+        *("inputs.values", "inputs.recording", "inputs.replaying", "inputs", "folding", "rotating", "report"),
         *("resume", "running", ".", "command"),
     ),
 }

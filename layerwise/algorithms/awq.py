@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Algorithm, Decision, Group, Smoothing
-from layerwise.algorithms.clipping import best_clips, finite_or_zero, local_hessian_of, rounded, sharing
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.smoothquant import LARGEST_FACTOR, SMALLEST_FACTOR
+from layerwise.algorithms.solvers.clipping import best_clips, finite_or_zero, local_hessian_of, rounded, sharing
 from qtensor.spec.blocks import tile, untile
 from qtensor.spec.recipes import Recipe, check_choice
 from qtensor.spec.registry import block_multiple, format_of, shared_amax

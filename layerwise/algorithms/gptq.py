@@ -38,11 +38,11 @@ import torch
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import HESSIAN, LOCAL_HESSIAN, Algorithm, Decision, Group, Smoothing
-from layerwise.algorithms.arithmetic import full_precision, one_thread
-from layerwise.algorithms.clipping import local_hessian_of
-from layerwise.algorithms.columns import ColumnRounding, columns_of, per_linear, rounding_of
-from layerwise.algorithms.descent import descend
 from layerwise.algorithms.mse import Mse
+from layerwise.algorithms.solvers.arithmetic import full_precision, one_thread
+from layerwise.algorithms.solvers.clipping import local_hessian_of
+from layerwise.algorithms.solvers.columns import ColumnRounding, columns_of, per_linear, rounding_of
+from layerwise.algorithms.solvers.descent import descend
 from qtensor.spec.recipes import Recipe
 
 MSE = Mse()

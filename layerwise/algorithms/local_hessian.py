@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from layerwise.algorithms.algorithm import LOCAL_HESSIAN, Algorithm, Decision, Group
 from layerwise.algorithms.mse import Mse
-from layerwise.algorithms.search import search
+from layerwise.algorithms.solvers.search import search
 from qtensor.spec.recipes import Recipe
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from layerwise.algorithms.algorithm import Algorithm, Decision, Group
-from layerwise.algorithms.search import search
+from layerwise.algorithms.solvers.search import search
 from qtensor.spec.recipes import Recipe
 
 SEARCH = 2**12  # multiplications that take as long as the search for one element; fewer for MX, more for 39 candidates

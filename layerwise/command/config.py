@@ -17,7 +17,7 @@ from dcp_adapters.hf.layouts.layout import LAYOUTS
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.command.keys import key
 from layerwise.formats.candidates import COMPARE, Menu
-from layerwise.inputs.stores import INPUTS_ON
+from layerwise.inputs.values.stores import INPUTS_ON
 from layerwise.running.kv_cache import GRANULARITIES, KVCache
 from layerwise.stages.experts import EXPERT_INPUTS
 from qtensor.spec.recipes import Recipe

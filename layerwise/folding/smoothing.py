@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fsdp_hooks.ranks.across_ranks import raise_together
 from layerwise.algorithms.algorithm import Group, Linear, Smoothing, upright
-from layerwise.algorithms.arithmetic import full_precision
+from layerwise.algorithms.solvers.arithmetic import full_precision
 from layerwise.folding.folds import Fold, fold, scaled_amaxes, tolerance, verify_outputs
 from layerwise.folding.where_to_fold import where_to_fold
 from layerwise.formats.assignment import recipe_of
-from layerwise.inputs.replay import Replay
-from layerwise.inputs.structure import flatten
+from layerwise.inputs.replaying.replay import Replay
+from layerwise.inputs.values.structure import flatten
 from layerwise.stages.sharing import naming, owned, rounds_of
 from layerwise.stages.stage import Method, Pair, Stage
 from layerwise.stages.targets import agreed_amaxes

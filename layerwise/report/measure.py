@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_hooks.ranks.across_ranks import device_of
-from layerwise.algorithms.arithmetic import full_precision
-from layerwise.inputs.structure import flatten
+from layerwise.algorithms.solvers.arithmetic import full_precision
+from layerwise.inputs.values.structure import flatten
 from layerwise.report.report import LinearReport, decibels
 from layerwise.stages.targets import Target
 from layerwise.statistics.collector import Collector

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_hooks.wrappers import plain_modules
-from layerwise.inputs.batches import batches_of
-from layerwise.inputs.stores import Store
-from layerwise.inputs.structure import flatten
+from layerwise.inputs.values.batches import batches_of
+from layerwise.inputs.values.stores import Store
+from layerwise.inputs.values.structure import flatten
 
 
 class Runs:

@@ -23,8 +23,8 @@ from fsdp_hooks.kernels.digest import digest
 from fsdp_hooks.ranks.across_ranks import raise_together
 from layerwise.algorithms.algorithm import CROSS, HESSIAN
 from layerwise.folding.smoothing import smooth
-from layerwise.inputs.replay import Replay
-from layerwise.inputs.structure import flatten
+from layerwise.inputs.replaying.replay import Replay
+from layerwise.inputs.values.structure import flatten
 from layerwise.report.measure import Measured, Yardstick
 from layerwise.running.agreement import check_alike
 from layerwise.running.decide import decide, needed, run_reference

@@ -7,7 +7,7 @@ from typing import Any
 from fsdp_hooks.scale_sync import sync_scales
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.wrappers import plain_parameters
-from layerwise.inputs.replay import Replay
+from layerwise.inputs.replaying.replay import Replay
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.progress import Window
 from layerwise.running.calibrate_stage import Calibrated, calibrate_stage

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fsdp_hooks.ranks.across_ranks import raise_together
 from layerwise.algorithms.algorithm import CROSS, Group, Inputs, Linear, upright
-from layerwise.algorithms.arithmetic import full_precision
+from layerwise.algorithms.solvers.arithmetic import full_precision
 from layerwise.folding.folds import transformed
 from layerwise.folding.smoothing import Smoothed
 from layerwise.formats.assignment import recipe_of
-from layerwise.inputs.replay import Replay
+from layerwise.inputs.replaying.replay import Replay
 from layerwise.running.exchange import Entries, Exchange, entries_of
 from layerwise.stages.sharing import naming, owned, rounds_of
 from layerwise.stages.stage import Method, Stage

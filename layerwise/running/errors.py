@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fsdp_hooks.ranks.across_ranks import raise_together
 from layerwise.algorithms.algorithm import CROSS, HESSIAN, Algorithm, Group, Inputs, Linear, upright
-from layerwise.algorithms.arithmetic import full_precision
+from layerwise.algorithms.solvers.arithmetic import full_precision
 from layerwise.formats.candidates import LinearErrors, Menu, fits
-from layerwise.inputs.replay import Replay
+from layerwise.inputs.replaying.replay import Replay
 from layerwise.report.measure import Yardstick
 from layerwise.running.agreement import check_alike
 from layerwise.running.calibrate_stage import observe

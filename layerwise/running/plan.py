@@ -21,8 +21,8 @@ from fsdp_hooks.wrappers import plain_buffers, plain_modules, plain_parameters, 
 from layerwise.algorithms.algorithm import CROSS, HESSIAN, Algorithm
 from layerwise.formats.assignment import Formats, all_recipes, recipe_of
 from layerwise.formats.candidates import Menu
-from layerwise.inputs.hooks import check_groups
-from layerwise.inputs.stores import INPUTS_ON
+from layerwise.inputs.replaying.hooks import check_groups
+from layerwise.inputs.values.stores import INPUTS_ON
 from layerwise.running.kv_cache import KVCache
 from layerwise.stages.attentions import find_attentions
 from layerwise.stages.caller import caller

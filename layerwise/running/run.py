@@ -17,12 +17,12 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from torch import Tensor
 
 from fsdp_hooks.ranks.across_ranks import any_of, raise_together
-from layerwise.inputs.batches import batches_on
-from layerwise.inputs.collectives import check_kind, check_own_batch, other_kinds
-from layerwise.inputs.evaluating import evaluating
-from layerwise.inputs.recorder import Recorder
-from layerwise.inputs.rehearsal import check_all, check_alone
-from layerwise.inputs.replay import LayerReplay, ModelReplay, Replay
+from layerwise.inputs.recording.recorder import Recorder
+from layerwise.inputs.replaying.collectives import check_kind, check_own_batch, other_kinds
+from layerwise.inputs.replaying.evaluating import evaluating
+from layerwise.inputs.replaying.rehearsal import check_all, check_alone
+from layerwise.inputs.replaying.replay import LayerReplay, ModelReplay, Replay
+from layerwise.inputs.values.batches import batches_on
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.fingerprint import Fingerprint, data_digest
 from layerwise.resume.progress import Window

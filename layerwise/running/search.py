@@ -7,7 +7,7 @@ from typing import Any
 from dcp_adapters.plain.words import short
 from fsdp_hooks.ranks.across_ranks import any_of
 from layerwise.formats.candidates import LinearErrors, Menu
-from layerwise.inputs.replay import Replay
+from layerwise.inputs.replaying.replay import Replay
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.progress import Window
 from layerwise.running.errors import StageErrors, measure_stage

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import COLUMNS, CROSS, HESSIAN, LOCAL_HESSIAN, SUB_BLOCK
-from layerwise.algorithms.arithmetic import full_precision
+from layerwise.algorithms.solvers.arithmetic import full_precision
 from layerwise.statistics.exact_sum import ExactSum
 
 SAMPLE_ROWS = 16  # kept of an input in each of the first batches

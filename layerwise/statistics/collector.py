@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import COLUMNS, CROSS, HESSIAN, LOCAL_HESSIAN
-from layerwise.algorithms.arithmetic import full_precision
+from layerwise.algorithms.solvers.arithmetic import full_precision
 from layerwise.stages.experts import ExpertBlock
 from layerwise.stages.targets import linear_names
 from layerwise.statistics.accumulated import Accumulated, Measured, measure

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from layerwise.algorithms.arithmetic import full_precision
+from layerwise.algorithms.solvers.arithmetic import full_precision
 from qtensor.numerics.kernels import encode_under
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import row_multiple, specs_of

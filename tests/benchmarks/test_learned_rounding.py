@@ -9,7 +9,7 @@ from benchmarks.learned_rounding import neighbours
 from benchmarks.learned_rounding_linears import GRID, RECIPE, error, learned_linear, rounded
 from layerwise import Max
 from layerwise.algorithms.algorithm import Group, Inputs, Linear
-from layerwise.algorithms.columns import columns_of, rounding_of
+from layerwise.algorithms.solvers.columns import columns_of, rounding_of
 from qtensor.spec.registry import shared_amax
 
 

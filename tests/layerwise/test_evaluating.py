@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerwise.inputs.evaluating import evaluating
+from layerwise.inputs.replaying.evaluating import evaluating
 
 
 class Stubborn(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from layerwise import GPTQ, Max, calibrate
-from layerwise.inputs import hooks
+from layerwise.inputs.replaying import hooks
 from qtensor import NVFP4BlockScaling
 from tests.layerwise.models import fingerprints
 from tests.layerwise.strangers import DIM, REFUSED, SUPPORTED, Layer, Stranger, batches

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.algorithms.clipping import rounded
+from layerwise.algorithms.solvers.clipping import rounded
 from qtensor import Float8BlockScaling, Float8CurrentScaling, Float8Tensor, QuantizedTensor, quantize, use_kernels
 from qtensor.spec.registry import encode, format_of
 from tests.qtensor.recipes_under_test import same_bytes, same_parts, weight

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Decision, Group, Inputs
 from layerwise.algorithms.awq import AWQ
-from layerwise.algorithms.clipping import local_hessian_of
+from layerwise.algorithms.solvers.clipping import local_hessian_of
 from layerwise.folding.folds import transformed
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from qtensor.spec.registry import block_multiple, format_of, row_multiple, shared_amax

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.algorithms.candidates import candidates
+from layerwise.algorithms.solvers.candidates import candidates
 from qtensor.spec.registry import encode, format_of, shared_amax
 from tests.qtensor.recipes_under_test import RECIPES, every_recipe
 from tests.qtensor.test_quantizers import EXPONENTS, spread, values

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.algorithms import descent, gptq
+from layerwise.algorithms import gptq
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Algorithm, Decision, Group, Inputs, Linear
 from layerwise.algorithms.awq import AWQ
 from layerwise.algorithms.gptq import GPTQ
@@ -19,6 +19,7 @@ from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.smoothquant import SmoothQuant
+from layerwise.algorithms.solvers import descent
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import format_of, shared_amax
 from tests.recipes import E8M0, MAIN, facts

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.algorithms import search as search_module
 from layerwise.algorithms.algorithm import LOCAL_HESSIAN, Decision, Group, Inputs, Linear
 from layerwise.algorithms.local_hessian import LocalHessian
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.mse import Mse
-from layerwise.algorithms.search import search
+from layerwise.algorithms.solvers import search as search_module
+from layerwise.algorithms.solvers.search import search
 from qtensor import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from qtensor.spec.registry import format_of, shared_amax
 from tests.layerwise.algorithms import naive_scales as naive

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerwise.inputs.recorder import Recorder
-from layerwise.inputs.structure import flatten
+from layerwise.inputs.recording.recorder import Recorder
+from layerwise.inputs.values.structure import flatten
 from layerwise.stages.layers import find_layers
 
 

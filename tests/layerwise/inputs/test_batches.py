@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise.inputs.recorder import Recorder
+from layerwise.inputs.recording.recorder import Recorder
 from tests.layerwise.inputs.parents import (
     Parent,
 )

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import flex_attention
 
-from layerwise.inputs.collectives import Collective, refusing
+from layerwise.inputs.replaying.collectives import Collective, refusing
 from tests.ranks import run_ranks
 
 x, y = torch.ones(4), torch.empty(4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.inputs.stores import INPUTS_ON
+from layerwise.inputs.values.stores import INPUTS_ON
 from tests.layerwise.inputs.parents import (
     DIM,
     PARENTS,

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks import unsharded
-from layerwise.inputs.hooks import call_without_fsdp
-from layerwise.inputs.recorder import Recorder
-from layerwise.inputs.stand_ins import forward_of
+from layerwise.inputs.recording.recorder import Recorder
+from layerwise.inputs.replaying.hooks import call_without_fsdp
+from layerwise.inputs.values.stand_ins import forward_of
 from layerwise.stages.layers import find_layers
 from tests.fsdp_hooks.cases import Collectives
 from tests.layerwise.inputs.parents import PARENTS
@@ -90,7 +90,7 @@ def test_inputs_are_cast_as_mixed_precision_would() -> None:
 
 
 def test_a_stand_in_is_no_fsdp_module() -> None:
-    from layerwise.inputs.stand_ins import StandIn
+    from layerwise.inputs.values.stand_ins import StandIn
 
     stand_in = StandIn(nn.Linear(2, 2), lambda *_: None)
     assert not isinstance(stand_in, FSDPModule)

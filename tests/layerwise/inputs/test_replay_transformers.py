@@ -24,8 +24,8 @@ from transformers import (
     StaticCache,
 )
 
-from layerwise.inputs.caches import CacheState
-from layerwise.inputs.recorder import Recorder
+from layerwise.inputs.recording.recorder import Recorder
+from layerwise.inputs.values.caches import CacheState
 from layerwise.stages.layers import find_layers
 from tests.layerwise.inputs.replaying import assert_same, plain, replay
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.inputs.stores import INPUTS_ON, Kept
+from layerwise.inputs.values.stores import INPUTS_ON, Kept
 from tests.layerwise.inputs.parents import (
     DIM,
     PARENTS,
@@ -22,7 +22,7 @@ from tests.layerwise.inputs.parents import (
 from tests.layerwise.inputs.replaying import assert_same, id_batches, plain, record, replay
 
 if TYPE_CHECKING:
-    from layerwise.inputs.recorder import Recorder
+    from layerwise.inputs.recording.recorder import Recorder
 
 
 class Masked(Parent):
@@ -193,7 +193,7 @@ def test_memory_that_the_model_writes_again_is_copied(kind: type[Reuses], fill: 
 @pytest.mark.parametrize("inputs_on", INPUTS_ON)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.int64, torch.complex64])
 def test_kept_tensors_come_back_with_their_bits_and_strides(dtype: torch.dtype, inputs_on: str) -> None:
-    from layerwise.inputs.stores import Store
+    from layerwise.inputs.values.stores import Store
 
     store = Store(inputs_on)
     raw = torch.arange(24).remainder(2).to(dtype).reshape(2, 3, 4)

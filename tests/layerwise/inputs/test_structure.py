@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from layerwise.inputs.structure import flatten, paths, unflatten
+from layerwise.inputs.values.structure import flatten, paths, unflatten
 
 Pair = namedtuple("Pair", "left right")
 A, B = torch.zeros(1), torch.ones(2)

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from layerwise.inputs.hooks import call_without_fsdp
-from layerwise.inputs.recorder import Recorder
+from layerwise.inputs.recording.recorder import Recorder
+from layerwise.inputs.replaying.hooks import call_without_fsdp
 from layerwise.stages.stage import Stage
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.inputs.stores import version
+from layerwise.inputs.values.stores import version
 
 
 def is_cache(value: Any) -> bool:

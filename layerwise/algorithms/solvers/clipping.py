@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import SUB_BLOCK, Group, Linear
-from layerwise.algorithms.candidates import scaled_quantizer, spread
+from layerwise.algorithms.solvers.candidates import scaled_quantizer, spread
 from qtensor.spec.blocks import tile
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import format_of, row_multiple, specs_of

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import SUB_BLOCK
-from layerwise.algorithms.candidates import candidates
+from layerwise.algorithms.solvers.candidates import candidates
 from qtensor.spec.blocks import finite_amax, quotient
 from qtensor.spec.codecs.rounding import power_of_two_floor
 from qtensor.spec.recipes import Recipe

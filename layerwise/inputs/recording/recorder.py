@@ -30,14 +30,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from layerwise.inputs.batch_progress import BatchProgress
-from layerwise.inputs.batches import Data, batches_of
-from layerwise.inputs.calls import Call, Output, Statics, restore_container
-from layerwise.inputs.parent_run import ParentRun
-from layerwise.inputs.shared_objects import SharedObjects
-from layerwise.inputs.stand_ins import Placeholder, swapped, without_placeholders
-from layerwise.inputs.stores import Store
-from layerwise.inputs.structure import flatten
+from layerwise.inputs.recording.batch_progress import BatchProgress
+from layerwise.inputs.recording.parent_run import ParentRun
+from layerwise.inputs.recording.shared_objects import SharedObjects
+from layerwise.inputs.values.batches import Data, batches_of
+from layerwise.inputs.values.calls import Call, Output, Statics, restore_container
+from layerwise.inputs.values.stand_ins import Placeholder, swapped, without_placeholders
+from layerwise.inputs.values.stores import Store
+from layerwise.inputs.values.structure import flatten
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from layerwise.inputs.stand_ins import Escape
-from layerwise.inputs.stores import is_ordinary
-from layerwise.inputs.structure import flatten
+from layerwise.inputs.values.stand_ins import Escape
+from layerwise.inputs.values.stores import is_ordinary
+from layerwise.inputs.values.structure import flatten
 
 # Names of functions that tell what a tensor is like, not its values; "__get__" is every property.
 DESCRIBES = {

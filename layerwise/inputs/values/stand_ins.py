@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_hooks.torch_private import hook_tables
-from layerwise.inputs.stores import is_dense, is_ordinary
-from layerwise.inputs.structure import flatten
+from layerwise.inputs.values.stores import is_dense, is_ordinary
+from layerwise.inputs.values.structure import flatten
 
 # Names of functions that give away values, and of those that write into their first argument without ending in "_".
 READS = {"__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__"}

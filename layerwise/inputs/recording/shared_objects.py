@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layerwise.inputs.calls import same_state, state_of_container
-from layerwise.inputs.contents import content_hash
+from layerwise.inputs.values.calls import same_state, state_of_container
+from layerwise.inputs.values.contents import content_hash
 
 
 @dataclass

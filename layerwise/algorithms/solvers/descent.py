@@ -18,7 +18,7 @@ In each block of columns, H e is computed anew by a matrix product; inside, a co
 import torch
 from torch import Tensor
 
-from layerwise.algorithms.columns import ColumnRounding
+from layerwise.algorithms.solvers.columns import ColumnRounding
 
 BLOCK = 128  # columns between two products with all of H
 NEARER = 2.0**-14  # of a step, at least; fp32 sums of some thousand terms are off by less

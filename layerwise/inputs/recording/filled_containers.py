@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from layerwise.inputs.calls import items_of, restore_container, state_of_container
-from layerwise.inputs.contents import content_hash
-from layerwise.inputs.shared_objects import Sight
-from layerwise.inputs.stand_ins import TensorSpec
-from layerwise.inputs.structure import flatten, unflatten
+from layerwise.inputs.recording.shared_objects import Sight
+from layerwise.inputs.values.calls import items_of, restore_container, state_of_container
+from layerwise.inputs.values.contents import content_hash
+from layerwise.inputs.values.stand_ins import TensorSpec
+from layerwise.inputs.values.structure import flatten, unflatten
 
 
 def fill(index: int, sight: Sight, keys: Collection[Any], *, real: bool, zeros: dict[Any, Tensor]) -> None:

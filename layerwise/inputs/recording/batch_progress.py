@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from layerwise.inputs.batches import Batch
-from layerwise.inputs.calls import Call, Output, Shape
-from layerwise.inputs.shared_objects import Sight
-from layerwise.inputs.stores import Kept
+from layerwise.inputs.recording.shared_objects import Sight
+from layerwise.inputs.values.batches import Batch
+from layerwise.inputs.values.calls import Call, Output, Shape
+from layerwise.inputs.values.stores import Kept
 
 
 @dataclass(eq=False)

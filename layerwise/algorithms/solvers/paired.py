@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from layerwise.algorithms.algorithm import CROSS, Decision, Group
-from layerwise.algorithms.columns import columns_of
 from layerwise.algorithms.gptq import GPTQ
+from layerwise.algorithms.solvers.columns import columns_of
 from qtensor.spec.recipes import Recipe
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerwise.inputs.ambient import Ambient
-from layerwise.inputs.caches import CacheState
-from layerwise.inputs.stand_ins import Escape, TensorSpec
-from layerwise.inputs.stores import Kept, Store, is_ordinary, version
-from layerwise.inputs.structure import Structure, flatten, unflatten
+from layerwise.inputs.values.ambient import Ambient
+from layerwise.inputs.values.caches import CacheState
+from layerwise.inputs.values.stand_ins import Escape, TensorSpec
+from layerwise.inputs.values.stores import Kept, Store, is_ordinary, version
+from layerwise.inputs.values.structure import Structure, flatten, unflatten
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from layerwise.inputs.caches import CacheState, is_cache, is_empty
-from layerwise.inputs.contents import add_tensor, content_hash
-from layerwise.inputs.stand_ins import forward_of
-from layerwise.inputs.stores import Kept, is_ordinary
-from layerwise.inputs.structure import Structure, flatten, paths, unflatten
+from layerwise.inputs.values.caches import CacheState, is_cache, is_empty
+from layerwise.inputs.values.contents import add_tensor, content_hash
+from layerwise.inputs.values.stand_ins import forward_of
+from layerwise.inputs.values.stores import Kept, is_ordinary
+from layerwise.inputs.values.structure import Structure, flatten, paths, unflatten
 from layerwise.weights.own_hooks import own_hooks_may_fail
 
 Data = Iterable[Any] | Callable[[nn.Module], Any]

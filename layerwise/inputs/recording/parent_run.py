@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from layerwise.inputs import refusals
-from layerwise.inputs.ambient import Ambient
-from layerwise.inputs.batch_progress import BatchProgress
-from layerwise.inputs.caches import CacheState, is_cache, is_empty
-from layerwise.inputs.calls import (
+from layerwise.inputs.recording import refusals
+from layerwise.inputs.recording.batch_progress import BatchProgress
+from layerwise.inputs.recording.filled_containers import fill
+from layerwise.inputs.recording.shared_objects import Sight
+from layerwise.inputs.recording.taints import Taints
+from layerwise.inputs.values.ambient import Ambient
+from layerwise.inputs.values.caches import CacheState, is_cache, is_empty
+from layerwise.inputs.values.calls import (
     Call,
     Fixed,
     Link,
@@ -33,13 +36,10 @@ from layerwise.inputs.calls import (
     same_state,
     state_of_container,
 )
-from layerwise.inputs.contents import content_hash
-from layerwise.inputs.filled_containers import fill
-from layerwise.inputs.shared_objects import Sight
-from layerwise.inputs.stand_ins import EarlyStop, Escape, Placeholder, StandIn, TensorSpec, forward_of
-from layerwise.inputs.stores import Kept, version
-from layerwise.inputs.structure import flatten, is_mutable, paths, unflatten
-from layerwise.inputs.taints import Taints
+from layerwise.inputs.values.contents import content_hash
+from layerwise.inputs.values.stand_ins import EarlyStop, Escape, Placeholder, StandIn, TensorSpec, forward_of
+from layerwise.inputs.values.stores import Kept, version
+from layerwise.inputs.values.structure import flatten, is_mutable, paths, unflatten
 from layerwise.weights.own_hooks import own_hooks_may_fail
 
 PLACEHOLDER = {"origins", "uncounted"}  # attributes of Placeholder

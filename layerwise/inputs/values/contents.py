@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dcp_adapters.plain.plain_memory import memory_of
 from fsdp_hooks.lazy_bits import resolved
-from layerwise.inputs.calls import is_value, state_of_container
-from layerwise.inputs.stores import is_ordinary
+from layerwise.inputs.values.calls import is_value, state_of_container
+from layerwise.inputs.values.stores import is_ordinary
 
 DEPTH = 4  # how far into objects to look
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from fsdp_hooks.torch_private import TorchDispatchMode
-from layerwise.inputs.hooks import call_without_fsdp
-from layerwise.inputs.recorder import Recorder
-from layerwise.inputs.replay import LayerReplay, ModelReplay
+from layerwise.inputs.recording.recorder import Recorder
+from layerwise.inputs.replaying.hooks import call_without_fsdp
+from layerwise.inputs.replaying.replay import LayerReplay, ModelReplay
 from layerwise.stages.caller import caller
 from layerwise.stages.cuts import shares_out_experts
 from layerwise.stages.stage import Stage

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.inputs.calls import is_value
-from layerwise.inputs.replay import LayerOutput, LayerReplay
-from layerwise.inputs.stores import is_ordinary, same_bits
-from layerwise.inputs.structure import flatten
+from layerwise.inputs.replaying.replay import LayerOutput, LayerReplay
+from layerwise.inputs.values.calls import is_value
+from layerwise.inputs.values.stores import is_ordinary, same_bits
+from layerwise.inputs.values.structure import flatten
 
 
 def check_alone(replay: LayerReplay) -> None:
