@@ -6,4 +6,5 @@
 One algorithm each (add one here):
 
     maximum.py  mse.py  local_hessian.py  smoothquant.py  awq.py  gptq.py  gptaq.py  qronos.py
+    (paired.py: what GPTAQ and Qronos add to GPTQ, weights that aim at outputs of the unquantized model)
 """

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from layerwise.algorithms.solvers.paired import Paired
+from layerwise.algorithms.paired import Paired
 
 
 @dataclass(frozen=True, kw_only=True)
