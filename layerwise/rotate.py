@@ -21,10 +21,10 @@ from fsdp_hooks.wrappers import module_named, plain_modules, without_replication
 from layerwise.algorithms.solvers.arithmetic import full_precision
 from layerwise.folding.folds import AMPLIFICATION, deviation, tolerance
 from layerwise.inputs.replaying.evaluating import evaluating
-from layerwise.rotating.choice import Asked, Axis, Chosen, choose
+from layerwise.rotating.choice import Axis, Chosen, RotationOptions, choose
 from layerwise.rotating.hadamard import Rotation, rotate_weight_
 from layerwise.rotating.online import named_linears
-from layerwise.rotating.plan import Norm, Plan, norms_of, planned
+from layerwise.rotating.plan import Norm, RotationPlan, norms_of, planned
 from layerwise.rotating.proof import norm_kind, prove, rotations
 from layerwise.rotating.tracing import Runs, look
 from layerwise.rotating.written import note_written
@@ -99,7 +99,7 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         OverflowError, RuntimeError: rotated values leave the range of their dtype, or the outputs differ by more than
             rounding; everything was put back.
     """
-    asked = Asked(
+    asked = RotationOptions(
         where=where, block=block, seed=seed, reads=reads, writes=writes, head_dim=head_dim, tied=tied, online=online
     )
     model = without_replication(model)
@@ -159,7 +159,7 @@ def rotate_inputs_(model: nn.Module, online: Mapping[str, int]) -> dict[str, int
     return {name: block for name, _, block in found}
 
 
-def _norms(plan: Plan, chosen: Chosen, matrices: Mapping[Axis, Rotation]) -> Iterator[Norm]:
+def _norms(plan: RotationPlan, chosen: Chosen, matrices: Mapping[Axis, Rotation]) -> Iterator[Norm]:
     """The norms whose gains are moved; all of them are checked."""
     for name, module in plan.norms.items():
         assert chosen.stream is not None
@@ -188,14 +188,14 @@ def _put(linear: nn.Linear, weight: Tensor) -> None:
     linear.weight = weight
 
 
-def _copies(plan: Plan, norms: Sequence[Norm]) -> list[tuple[Tensor, Tensor]]:
+def _copies(plan: RotationPlan, norms: Sequence[Norm]) -> list[tuple[Tensor, Tensor]]:
     """All that is written, and its values in CPU memory."""
     tensors = [*(change.tensor for change in plan.changes), *(norm.weight for norm in norms)]
     return [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
 
 
 @torch.no_grad()
-def _write(plan: Plan, norms: Sequence[Norm], matrices: Mapping[Axis, Rotation]) -> None:
+def _write(plan: RotationPlan, norms: Sequence[Norm], matrices: Mapping[Axis, Rotation]) -> None:
     """All changes."""
     gains = {norm.name: norm.gain() for norm in norms}
     for change in plan.changes:
@@ -209,7 +209,7 @@ def _write(plan: Plan, norms: Sequence[Norm], matrices: Mapping[Axis, Rotation])
         norm.weight.fill_(0.0 if norm.kind == "offset" else 1.0)
 
 
-def _write_back(plan: Plan, matrices: Mapping[Axis, Rotation]) -> None:
+def _write_back(plan: RotationPlan, matrices: Mapping[Axis, Rotation]) -> None:
     """Rotate the rotated weights back (gains stay in them): the weights of before, with the rounding of rotated ones.
 
     Whether the model allows a rotation makes no difference to these, so they show what rounding alone does to outputs.
@@ -233,7 +233,7 @@ def _difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     return max(deviation(one, other) for one, other in zip(before, after, strict=True))
 
 
-def _compared(plan: Plan, norms: Sequence[Norm], difference: float, rounding: float) -> RotationReport:
+def _compared(plan: RotationPlan, norms: Sequence[Norm], difference: float, rounding: float) -> RotationReport:
     coarsest = max((change.tensor.dtype for change in plan.changes), key=lambda dtype: torch.finfo(dtype).eps)
     columns = max(change.tensor.shape[-1] for change in plan.changes)
     allowed = tolerance(coarsest, len(plan.changes), columns)

@@ -30,7 +30,7 @@ from fsdp_hooks.ranks.across_ranks import on_all, on_first, ranks_of
 from layerwise.command.config import PICTURES, Config
 from layerwise.command.data import read_samples
 from layerwise.command.model import built, longest_of, vocabulary_of
-from layerwise.command.record import Record
+from layerwise.command.record import RunRecord
 from layerwise.command.yaml_text import ConfigError
 from layerwise.formats.assignment import budget_of
 from layerwise.formats.candidates import Menu, Weight, least_bits
@@ -63,7 +63,7 @@ class Fitting:
     dense: bool
 
 
-def checked(config: Config, now: Record, before: Record | None) -> Fitting:
+def checked(config: Config, now: RunRecord, before: RunRecord | None) -> Fitting:
     """What a run needs, once everything about it is known to fit. All ranks call it alike.
 
     Args:
@@ -186,7 +186,7 @@ def layers_of(config: Config, model: nn.Module) -> list[nn.Module]:
     return [] if asked == () else [layer for _, layer in find_layers(model, asked)]
 
 
-def _check_outputs(config: Config, now: Record, before: Record | None) -> None:
+def _check_outputs(config: Config, now: RunRecord, before: RunRecord | None) -> None:
     """Refuse names that are taken, unless an earlier run of this config has begun to write there."""
     ours = now.same_run(before)
     directories = ["output.checkpoint", *(["output.path"] if config.output.like is None else [])]

@@ -34,7 +34,7 @@ from layerwise.command.data import batches_of
 from layerwise.command.model import load
 from layerwise.command.outputs import write_assignment, write_outputs
 from layerwise.command.parsing import Algorithms, parse
-from layerwise.command.record import FINISHED, WRITING, Record, read_record, record_of, write_record
+from layerwise.command.record import FINISHED, WRITING, RunRecord, read_record, record_of, write_record
 from layerwise.command.reference import example
 from layerwise.command.yaml_text import ConfigError
 from layerwise.formats.assignment import Assignment
@@ -62,7 +62,7 @@ examples:
 exit status: 0 done; 1 it failed while it ran; 2 the config, or what it names, is refused (torchrun has its own)"""
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """Reports bad usage as any other refusal: a message of two lines."""
 
     def error(self, message: str) -> NoReturn:
@@ -71,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    found = _Parser(
+    found = _CommandParser(
         prog=PROGRAM,
         description=ABOUT,
         epilog=EXAMPLES,
@@ -164,7 +164,7 @@ def _text_of(path: Path) -> str:
         raise ConfigError(f"it cannot be read: {error}") from None
 
 
-def _looked_up(config: Config) -> tuple[Record, Record | None, bool]:
+def _looked_up(config: Config) -> tuple[RunRecord, RunRecord | None, bool]:
     """The record of this run, that of an earlier one, and whether that has written everything, and it is there.
 
     Earlier means: of this config, with these files.

@@ -28,18 +28,18 @@ WRITING, FINISHED = "writing", "finished"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class RunRecord:
     """A run's record; see the module."""
 
     config: Mapping[str, Any]
     files: Mapping[str, list[int]]
     state: str = WRITING
 
-    def same_run(self, other: "Record | None") -> bool:
+    def same_run(self, other: "RunRecord | None") -> bool:
         """Whether both are of the same config and the same files."""
         return other is not None and (self.config, self.files) == (other.config, other.files)
 
-    def changed(self, other: "Record") -> str | None:
+    def changed(self, other: "RunRecord") -> str | None:
         """The first file that is another one, or was not there, in a record of the same config."""
         if self.config != other.config:
             return None
@@ -47,14 +47,14 @@ class Record:
         return next((name for name in names if self.files.get(name) != other.files.get(name)), None)
 
 
-def record_of(config: Config) -> Record:
+def record_of(config: Config) -> RunRecord:
     """The record of a run of this config that begins now."""
     data = config.data
     named = [None if data is None else data.path, config.output.like]
     read = [*directory_files(config.model.path), *(path for path in named if path is not None)]
     if data is not None and data.tokenizer is not None:
         read += directory_files(data.tokenizer)
-    return Record(
+    return RunRecord(
         config=json.loads(json.dumps(plain(config))), files={str(path.absolute()): _state_of(path) for path in read}
     )
 
@@ -67,7 +67,7 @@ def _state_of(path: Path) -> list[int]:
     return [found.st_size, found.st_mtime_ns]
 
 
-def read_record(directory: Path | None) -> Record | None:
+def read_record(directory: Path | None) -> RunRecord | None:
     """The record in a directory; None where there is none that this version reads."""
     if directory is None:
         return None
@@ -75,12 +75,12 @@ def read_record(directory: Path | None) -> Record | None:
         held = json.loads((directory / NAME).read_bytes())
         if held.pop("version") != VERSION:
             return None
-        return Record(**held)
+        return RunRecord(**held)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def write_record(directory: Path, record: Record, state: str) -> None:
+def write_record(directory: Path, record: RunRecord, state: str) -> None:
     """Replace the record in one step; durable when it returns."""
     temporary = directory / f".{NAME}.{uuid.uuid4().hex[:8]}.partial"
     text = json.dumps({"version": VERSION, **asdict(replace(record, state=state))}, indent=1)

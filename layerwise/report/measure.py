@@ -24,7 +24,7 @@ from layerwise.statistics.statistics import Facts
 
 
 @dataclass(frozen=True)
-class Measured:
+class StageFigures:
     """The figures of one stage: a record for each 2-D weight, and the SNR of its output (None: nobody had a batch)."""
 
     records: tuple[LinearReport, ...] = ()
@@ -70,7 +70,7 @@ class Yardstick:
         notes: Mapping[str, Mapping[str, Any]],
         layer: int | None,
         group: dist.ProcessGroup | None,
-    ) -> Measured:
+    ) -> StageFigures:
         """The figures, with the weights as they stand now; one all-reduce."""
         names = [name for target in self.targets for name in target.linears()]
         energies = {name: torch.zeros(2, dtype=torch.float64, device="cpu") for name in names}
@@ -98,7 +98,7 @@ class Yardstick:
                     **{key: notes[name].get(key) for key in ("clip", "alpha", "warning")},
                 )
             )
-        return Measured(tuple(records), snr[0])
+        return StageFigures(tuple(records), snr[0])
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:

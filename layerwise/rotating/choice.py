@@ -23,7 +23,7 @@ PLACES = ("stream", "values")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RotationOptions:
     """The options of `rotate_`, checked.
 
     Raises:
@@ -104,7 +104,7 @@ class Chosen:
         return list(dict.fromkeys([*self.writes, *self.reads, *pairs, *self.online]))
 
 
-def choose(model: nn.Module, asked: Asked) -> Chosen:
+def choose(model: nn.Module, asked: RotationOptions) -> Chosen:
     """The modules that the options name, checked by themselves.
 
     Raises:
@@ -168,7 +168,7 @@ def _width(reads: Mapping[str, nn.Linear], writes: Mapping[str, nn.Linear | nn.E
     return width
 
 
-def _values(modules: Mapping[str, nn.Module], asked: Asked) -> Iterator[tuple[str, str, int]]:
+def _values(modules: Mapping[str, nn.Module], asked: RotationOptions) -> Iterator[tuple[str, str, int]]:
     found = False
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
@@ -196,7 +196,7 @@ def _values(modules: Mapping[str, nn.Module], asked: Asked) -> Iterator[tuple[st
 
 
 def _online(
-    model: nn.Module, modules: Mapping[str, nn.Module], asked: Asked, taken: Collection[str]
+    model: nn.Module, modules: Mapping[str, nn.Module], asked: RotationOptions, taken: Collection[str]
 ) -> Iterator[tuple[str, Axis]]:
     """Linears whose inputs are rotated at run time; `taken`: those whose columns are rotated with what they read."""
     uses = Counter(id(param) for _, param in plain_parameters(model, remove_duplicate=False))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp_hooks.wrappers import plain_modules
 from layerwise.rotating.choice import Axis, Chosen, check_plain
-from layerwise.rotating.tracing import Sight
+from layerwise.rotating.tracing import Trace
 
 _SHOWN = 5  # names in one message
 
@@ -62,7 +62,7 @@ class Change:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class RotationPlan:
     """A change for every parameter, and the norms in front of reading linears by fqn; `folded`: those with a gain."""
 
     changes: Sequence[Change]
@@ -86,7 +86,7 @@ def norms_of(model: nn.Module, chosen: Chosen) -> dict[str, nn.Module]:
     return found
 
 
-def planned(model: nn.Module, chosen: Chosen, sight: Sight) -> Plan:
+def planned(model: nn.Module, chosen: Chosen, sight: Trace) -> RotationPlan:
     """A change for every parameter.
 
     Args:
@@ -110,10 +110,10 @@ def planned(model: nn.Module, chosen: Chosen, sight: Sight) -> Plan:
     _check_uses(model, chosen, changes)
     if chosen.stream is not None:
         _check_rest(model, chosen, used, chosen.stream.period)
-    return Plan(changes, used, folded)
+    return RotationPlan(changes, used, folded)
 
 
-def _used(sight: Sight) -> list[str]:
+def _used(sight: Trace) -> list[str]:
     """Norms that a reading linear takes the output of."""
     for name, sources in sight.sources.items():
         if len(sources) > 1:
@@ -141,7 +141,7 @@ def _uniform(weight: Tensor) -> bool:
     return bool((weight == weight[0]).all())
 
 
-def _changes(model: nn.Module, chosen: Chosen, sight: Sight, folded: frozenset[str]) -> Iterator[Change]:
+def _changes(model: nn.Module, chosen: Chosen, sight: Trace, folded: frozenset[str]) -> Iterator[Change]:
     made = {name: Axis("the values of attentions", head, name) for name, _, head in chosen.values}
     taken = {reader: made[name] for name, reader, _ in chosen.values}
     modules = dict(plain_modules(model))

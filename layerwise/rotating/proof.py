@@ -29,7 +29,7 @@ from fsdp_hooks.wrappers import module_named
 from layerwise.folding.folds import deviation, tolerance
 from layerwise.rotating.choice import Axis
 from layerwise.rotating.hadamard import Rotation, signs_of
-from layerwise.rotating.plan import Change, Norm, Plan
+from layerwise.rotating.plan import Change, Norm, RotationPlan
 from layerwise.rotating.tracing import Runs
 
 
@@ -72,7 +72,7 @@ def norm_kind(name: str, norm: nn.Module, rotation: Rotation) -> Literal["norm",
     return kind
 
 
-def prove(plan: Plan, norms: Sequence[Norm], runs: Runs) -> None:
+def prove(plan: RotationPlan, norms: Sequence[Norm], runs: Runs) -> None:
     """Run the model under changed signs. The weights are put back bit for bit, also when it raises.
 
     Args:
@@ -229,7 +229,7 @@ def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     )
 
 
-def rotations(plan: Plan, block: int, seed: int | None) -> Mapping[Axis, Rotation]:
+def rotations(plan: RotationPlan, block: int, seed: int | None) -> Mapping[Axis, Rotation]:
     """The matrix of every axis; inputs are rotated at run time without signs, as engines do it."""
     return {
         axis: Rotation(axis.online or block, signs_of(None if axis.online else seed, axis.period))

@@ -42,7 +42,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Sight:
+class Trace:
     """What one run has shown.
 
     Attributes:
@@ -54,13 +54,13 @@ class Sight:
     sources: dict[str, set[str | None]] = field(default_factory=dict)
 
 
-def look(runs: Runs, linears: Collection[str], norms: Mapping[str, nn.Module]) -> Sight:
+def look(runs: Runs, linears: Collection[str], norms: Mapping[str, nn.Module]) -> Trace:
     """Run the model once, and note what is called, and which linears take the output of which norms.
 
     An output is known by its memory, so views of it are, and copies are not. (A linear whose norm is not noticed is
     planned without a gain, which the proof then refuses.)
     """
-    sight = Sight()
+    sight = Trace()
     held: dict[int, tuple[str, Tensor]] = {}
     names = {module: name for name, module in norms.items()}
 

@@ -25,7 +25,7 @@ from layerwise.algorithms.algorithm import CROSS, HESSIAN
 from layerwise.folding.smoothing import smooth
 from layerwise.inputs.replaying.replay import Replay
 from layerwise.inputs.values.structure import flatten
-from layerwise.report.measure import Measured, Yardstick
+from layerwise.report.measure import StageFigures, Yardstick
 from layerwise.running.agreement import check_alike
 from layerwise.running.decide import decide, needed, run_reference
 from layerwise.stages.stage import Method, Pair, Stage
@@ -56,7 +56,7 @@ class Calibrated:
     quantizers: Mapping[str, Mapping[str, Tensor]]
     input_amax: Mapping[str, float | None]
     changed: Mapping[str, Tensor]
-    measured: Measured = field(default_factory=Measured)
+    measured: StageFigures = field(default_factory=StageFigures)
     pairs: tuple[Pair, ...] = ()
     kv_amax: Mapping[str, Amaxes] = field(default_factory=dict)
 

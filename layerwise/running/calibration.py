@@ -12,13 +12,13 @@ from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.progress import Window
 from layerwise.running.calibrate_stage import Calibrated, calibrate_stage
 from layerwise.running.notes import check_notes
-from layerwise.running.outcome import Outcome, outcome_of, placeholders, restored_outcome
-from layerwise.running.run import Run
+from layerwise.running.outcome import StageOutcome, outcome_of, placeholders, restored_outcome
+from layerwise.running.run import LayerwiseRun
 from layerwise.stages.stage import Stage
 from qtensor.scales.high_precision import HighPrecisionWeight
 
 
-class Calibration(Run[Outcome]):
+class Calibration(LayerwiseRun[StageOutcome]):
     """A run that quantizes."""
 
     calibrated: Calibrated
@@ -39,7 +39,7 @@ class Calibration(Run[Outcome]):
         self.installed = {target.name for target in stage.targets if target.param.dtype == target.dtype}
         self.tell_late(stage, "metrics", {"records": measured.records, "snr_db": measured.output_snr})
 
-    def kept(self, stage: Stage) -> Outcome:
+    def kept(self, stage: Stage) -> StageOutcome:
         """Its result, which is in the shards then."""
         outcome = outcome_of(stage, self.calibrated, writes_weights=self.method.algorithm.writes_weights)
         del self.calibrated  # full tensors
@@ -50,7 +50,7 @@ class Calibration(Run[Outcome]):
         """Look at the notes of results."""
         check_notes(window, self.plan.stages)
 
-    def restored(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[Outcome]:
+    def restored(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[StageOutcome]:
         """The results in a window."""
         recipe, algorithm = self.method.recipe, self.method.algorithm
         noted = list(zip(self.plan.stages[window.first : window.last + 1], window.extra, strict=True))

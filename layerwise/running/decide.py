@@ -28,7 +28,7 @@ from layerwise.stages.sharing import naming, owned, rounds_of
 from layerwise.stages.stage import Method, Stage
 from layerwise.stages.targets import agreed_amaxes
 from layerwise.statistics.collector import Collector
-from layerwise.statistics.partners import Partners
+from layerwise.statistics.partners import UnquantizedInputs
 from layerwise.statistics.statistics import Statistics
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
@@ -99,7 +99,7 @@ def needed(stage: Stage, method: Method) -> frozenset[str]:
     return method.algorithm.needs - (set() if stage.index else {CROSS})
 
 
-def run_reference(replay: Replay, batch: int, partners: Partners | None = None) -> None:
+def run_reference(replay: Replay, batch: int, partners: UnquantizedInputs | None = None) -> None:
     """Run a batch in the unquantized model, if that is asked for, and hand its output on.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp_hooks.torch_private import local_of
 from layerwise.formats.assignment import Formats, recipe_of
-from layerwise.report.measure import Measured
+from layerwise.report.measure import StageFigures
 from layerwise.report.report import LinearReport
 from layerwise.running.calibrate_stage import Calibrated
 from layerwise.stages.stage import Pair, Stage
@@ -38,7 +38,7 @@ from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class StageOutcome:
     """A stage's result on this rank.
 
     Attributes:
@@ -58,7 +58,7 @@ class Outcome:
     dense: Mapping[str, Tensor]
     input_amax: Mapping[str, float | None]
     gathered: Mapping[str, str]
-    measured: Measured = field(default_factory=Measured)
+    measured: StageFigures = field(default_factory=StageFigures)
     pairs: tuple[Pair, ...] = ()
     kv_amax: Mapping[str, Amaxes] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class Outcome:
             **({"kv_amax": dict(self.kv_amax)} if self.kv_amax else {}),
         }
 
-    def once_saved(self) -> "Outcome":
+    def once_saved(self) -> "StageOutcome":
         """What is still needed of it when a checkpoint has it."""
         return replace(self, quantizers={})
 
@@ -109,10 +109,10 @@ class Outcome:
             params[name].data.copy_(value)
 
 
-def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) -> Outcome:
+def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) -> StageOutcome:
     """This rank's rows of a stage's result. Call it once the stage is sharded again."""
     params = stage.params()
-    return Outcome(
+    return StageOutcome(
         weights={target.name: kept(calibrated.weights[target.name], target) for target in stage.targets},
         quantizers={}
         if writes_weights
@@ -151,17 +151,17 @@ def placeholders(stage: Stage, recipe: Formats, note: Mapping[str, Any], *, writ
 
 def restored_outcome(
     stage: Stage, recipe: Formats, note: Mapping[str, Any], state: Mapping[str, Tensor], source: Weights
-) -> Outcome:
+) -> StageOutcome:
     """The outcome of a stage from its saved state.
 
     Args:
         stage: sharded, with the weights it had before the calibration.
         recipe: the format of all targets, or of each.
-        note: what `Outcome.to_json` gave; looked at already (notes.py).
+        note: what `StageOutcome.to_json` gave; looked at already (notes.py).
         state: what was loaded into `placeholders`.
         source: has the rows of targets before the calibration, for a state of scales only.
     """
-    measured = Measured(tuple(LinearReport.from_json(record) for record in note["records"]), note["output_snr"])
+    measured = StageFigures(tuple(LinearReport.from_json(record) for record in note["records"]), note["output_snr"])
     weights = {target.name: state[target.name] for target in stage.targets if target.name in state}
     quantizers: dict[str, dict[str, Tensor]] = {}
     for target in stage.targets:
@@ -175,4 +175,4 @@ def restored_outcome(
     changed = {name: state[name] for name in note["dense"]}
     pairs = tuple((tuple(names), name, kind) for names, name, kind in note["pairs"])
     kv_amax = note.get("kv_amax", {})
-    return Outcome(weights, quantizers, changed, note["input_amax"], note["gathered"], measured, pairs, kv_amax)
+    return StageOutcome(weights, quantizers, changed, note["input_amax"], note["gathered"], measured, pairs, kv_amax)

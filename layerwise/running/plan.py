@@ -117,7 +117,7 @@ class Options:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class CalibrationPlan:
     """The stages of a run and what brings in their weights.
 
     Attributes:
@@ -190,7 +190,7 @@ def planned(  # noqa: PLR0913 - keyword-only
     exclude: Sequence[str],
     group: dist.ProcessGroup | None,
     watched: bool,
-) -> Plan:
+) -> CalibrationPlan:
     """The plan of a run; raises as `find_layers`, `find_targets` and `OnDisk` do, alike on all ranks."""
     reshard_all(model)
     _check_spanned(model, group)
@@ -233,7 +233,7 @@ def planned(  # noqa: PLR0913 - keyword-only
     whole = grouped and not all(isinstance(layer, FSDPModule) for layer in outside.without)
     weights = _weights_of(model, options)
     cut, shared_out = is_tensor_parallel(model), shares_out_experts(model)
-    return Plan(model, tuple(stages), outside, method, weights, options, whole, cut, shared_out)
+    return CalibrationPlan(model, tuple(stages), outside, method, weights, options, whole, cut, shared_out)
 
 
 def _warn_of_adapters(model: nn.Module) -> None:

@@ -13,8 +13,8 @@ from layerwise.formats.candidates import Menu
 from layerwise.report.report import Report
 from layerwise.rotating.written import written
 from layerwise.running.kv_cache import kv_scales
-from layerwise.running.outcome import Outcome
-from layerwise.running.plan import Plan
+from layerwise.running.outcome import StageOutcome
+from layerwise.running.plan import CalibrationPlan
 from layerwise.stages.stage import Stage
 from layerwise.stages.targets import Target
 from qtensor.formats.float8 import Float8CurrentScaling
@@ -52,7 +52,7 @@ class CalibrationResult:
         return dict(self._entries)
 
 
-def result_of(plan: Plan, outcomes: Sequence[Outcome], resumed: Sequence[int]) -> CalibrationResult:
+def result_of(plan: CalibrationPlan, outcomes: Sequence[StageOutcome], resumed: Sequence[int]) -> CalibrationResult:
     """The result of all stages; an earlier run had finished those in `resumed`."""
     recipe, stages = plan.method.recipe, plan.stages
     assert not isinstance(recipe, Menu), "formats are chosen"
@@ -95,7 +95,7 @@ def _markers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _input_scale(outcome: Outcome, target: Target, stage: Stage, recipe: Recipe) -> Tensor:
+def _input_scale(outcome: StageOutcome, target: Target, stage: Stage, recipe: Recipe) -> Tensor:
     """fp32 []: the tensor-wide scale that the recipe's formula makes of the largest |input|.
 
     Where no token reached the linear, the largest amax of linears of the same kind in its stage (other experts) is

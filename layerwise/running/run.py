@@ -29,7 +29,7 @@ from layerwise.resume.progress import Window
 from layerwise.resume.weight_sums import weights_digest
 from layerwise.running.decide import run_reference
 from layerwise.running.events import Event, Observer
-from layerwise.running.plan import Plan
+from layerwise.running.plan import CalibrationPlan
 from layerwise.stages.caller import caller
 from layerwise.stages.stage import Stage
 from layerwise.stages.tensor_parallel import peers, shares, without_hooks
@@ -38,7 +38,7 @@ from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.snapshot import Snapshot
 
 
-class Kept(Protocol):
+class Resumable(Protocol):
     """What a run keeps of a finished stage."""
 
     def saved(self) -> Mapping[str, Tensor]:
@@ -57,10 +57,10 @@ class Kept(Protocol):
         """Put it into a stage that is held and not sharded."""
 
 
-K = TypeVar("K", bound=Kept)
+K = TypeVar("K", bound=Resumable)
 
 
-class Run(ABC, Generic[K]):
+class LayerwiseRun(ABC, Generic[K]):
     """A plan in progress; subclasses say what becomes of a stage.
 
     Attributes:
@@ -68,7 +68,7 @@ class Run(ABC, Generic[K]):
         resumed: how many of the stages a checkpoint had.
     """
 
-    def __init__(self, plan: Plan, observer: Observer) -> None:
+    def __init__(self, plan: CalibrationPlan, observer: Observer) -> None:
         self.plan, self.observer, self.method, self.group = plan, observer, plan.method, plan.method.group
         self.outcomes: list[K] = []
         self.resumed = 0

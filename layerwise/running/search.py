@@ -11,13 +11,13 @@ from layerwise.inputs.replaying.replay import Replay
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.progress import Window
 from layerwise.running.errors import StageErrors, measure_stage
-from layerwise.running.run import Run
+from layerwise.running.run import LayerwiseRun
 from layerwise.stages.stage import Stage
 
 KEYS = {"name", "tokens", "signal", "noise"}
 
 
-class Search(Run[StageErrors]):
+class Search(LayerwiseRun[StageErrors]):
     """A run that measures; the plan's recipe is a menu."""
 
     errors: StageErrors

@@ -20,7 +20,7 @@ from fsdp_hooks.torch_private import managed
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class ParameterCut:
     """How one parameter at rest is cut beside FSDP.
 
     Attributes:
@@ -34,7 +34,7 @@ class Cut:
     experts: tuple[int, ...]
 
 
-def cuts(model: nn.Module) -> Iterator[Cut]:
+def cuts(model: nn.Module) -> Iterator[ParameterCut]:
     """The cuts of all parameters that are DTensors, each parameter once."""
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
     sharded = {(id(owner), name) for group in groups for owner, name in managed(group)}
@@ -48,7 +48,7 @@ def cuts(model: nn.Module) -> Iterator[Cut]:
             holds = _holds_experts(owner, param)
             dims = _dims_beside_fsdp(param, fsdp=(id(owner), name) in sharded)
             experts = tuple(dim for dim in dims if holds and getattr(param.placements[dim], "dim", None) == 0)
-            yield Cut(param, tuple(dim for dim in dims if dim not in experts), experts)
+            yield ParameterCut(param, tuple(dim for dim in dims if dim not in experts), experts)
 
 
 def shares_out_experts(model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ SAFE = 2.0**120
 
 
 @dataclass(eq=False)
-class Measured:
+class BatchStatistics:
     """Statistics of one input in one batch.
 
     Attributes:
@@ -93,7 +93,7 @@ class Accumulated:
     rows: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     unpaired: int = 0
 
-    def add(self, other: "Measured | Accumulated") -> None:
+    def add(self, other: "BatchStatistics | Accumulated") -> None:
         """Add what was measured in one batch, or in the batches of another group."""
         self.tokens += other.tokens
         self.broken += other.broken
@@ -128,11 +128,11 @@ class Accumulated:
         self.sums.setdefault(what, ExactSum(product.shape, product.device)).add(product)
 
 
-def measure(rows: Tensor, needs: Collection[str]) -> Measured:
+def measure(rows: Tensor, needs: Collection[str]) -> BatchStatistics:
     """All statistics of rows [tokens, K] except those that are matrices [K, K]."""
     tokens = rows.shape[0]
     count = min(tokens, SAMPLE_ROWS)
-    measured = Measured(tokens, rows[[index * tokens // count for index in range(count)]])
+    measured = BatchStatistics(tokens, rows[[index * tokens // count for index in range(count)]])
     if COLUMNS in needs:
         magnitudes = _fp32(rows).abs()
         amax = magnitudes.amax(dim=0)

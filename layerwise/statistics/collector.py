@@ -30,10 +30,10 @@ from layerwise.algorithms.algorithm import COLUMNS, CROSS, HESSIAN, LOCAL_HESSIA
 from layerwise.algorithms.solvers.arithmetic import full_precision
 from layerwise.stages.experts import ExpertBlock
 from layerwise.stages.targets import linear_names
-from layerwise.statistics.accumulated import Accumulated, Measured, measure
+from layerwise.statistics.accumulated import Accumulated, BatchStatistics, measure
 from layerwise.statistics.every_token import EveryToken
 from layerwise.statistics.lineage import Lineage
-from layerwise.statistics.partners import Partner, Partners, origin_of
+from layerwise.statistics.partners import Partner, UnquantizedInputs, origin_of
 from layerwise.statistics.statistics import Names, Part, Statistics
 from layerwise.statistics.watching import PRODUCTS_SEEN, Product, Watch, WeightsByStorage
 
@@ -46,7 +46,7 @@ class _Seen:
     """One input in the current batch."""
 
     x: Tensor  # kept alive, so that no other tensor gets its id
-    measured: Measured
+    measured: BatchStatistics
     was: Tensor | None = None  # its values at that time, where torch counts no writes
     names: list[str] = field(default_factory=list)
     partner: Partner | None = None
@@ -57,7 +57,7 @@ class _Seen:
 class _Pairing:
     """What finds the partners of the current batch."""
 
-    partners: Partners
+    partners: UnquantizedInputs
     lineage: Lineage = field(default_factory=Lineage)
     uses: Counter[str] = field(default_factory=Counter)  # of each linear, so far
 
@@ -122,7 +122,7 @@ class Collector:
         self._unfollowed: dict[str, str] = {}
 
     @contextmanager
-    def batch(self, partners: Partners | None = None) -> Iterator[None]:
+    def batch(self, partners: UnquantizedInputs | None = None) -> Iterator[None]:
         """Context manager around the forward of one batch. A batch that raises leaves nothing behind.
 
         With CROSS, `partners` holds the inputs of the same batch in the unquantized model.
@@ -150,9 +150,9 @@ class Collector:
                 if len(kept) < SAMPLE_BATCHES:
                     kept.append(one.measured.sample)
 
-    def partners(self) -> Partners | None:
+    def partners(self) -> UnquantizedInputs | None:
         """What is to hold the partners of each batch; None where they are not needed."""
-        return Partners(self._targets, self._only, self._blocks) if CROSS in self._needs else None
+        return UnquantizedInputs(self._targets, self._only, self._blocks) if CROSS in self._needs else None
 
     def samples(self, name: str) -> Tensor | None:
         """[n, K]: up to 16 rows of a linear's input from each of this rank's first 4 batches; None without any."""

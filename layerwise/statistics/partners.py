@@ -42,7 +42,7 @@ _Inputs = dict[tuple[int, ...], tuple[Tensor, Partner]]  # with the input, so th
 
 
 @dataclass(eq=False)
-class Partners:
+class UnquantizedInputs:
     """The inputs of one batch in the unquantized model.
 
     Args:

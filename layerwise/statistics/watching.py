@@ -71,7 +71,7 @@ class Product:
 
 
 @dataclass(frozen=True, eq=False)
-class _Weight:
+class _WatchedWeight:
     fqn: str
     names: tuple[str, ...]
     offset: int  # elements, within the storage
@@ -88,7 +88,7 @@ class WeightsByStorage:
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._by_storage: dict[int, list[_Weight]] = {}
+        self._by_storage: dict[int, list[_WatchedWeight]] = {}
         for fqn, weight in weights.items():
             plain = type(weight) in _PLAIN and weight.ndim in (2, 3)
             turned = plain and not weight.is_contiguous()
@@ -98,14 +98,14 @@ class WeightsByStorage:
                     "expected a plain contiguous [N, K] or [E, N, K]; gather it with unsharded() first"
                 )
             shape = (math.prod(weight.shape[:-2]), weight.shape[-2], weight.shape[-1])
-            target = _Weight(fqn, linear_names(fqn, weight.shape), int(weight.storage_offset()), shape, turned)
+            target = _WatchedWeight(fqn, linear_names(fqn, weight.shape), int(weight.storage_offset()), shape, turned)
             others = self._by_storage.setdefault(weight.untyped_storage().data_ptr(), [])
             for other in others:
                 if other.offset == target.offset:
                     raise ValueError(f"{fqn} and {other.fqn} are the same weight; name one of them")
             others.append(target)
 
-    def locate(self, x: Any) -> _Weight | None:
+    def locate(self, x: Any) -> _WatchedWeight | None:
         """The target in whose storage x lies; None for any other tensor."""
         if type(x) not in _PLAIN:
             return None
@@ -115,7 +115,7 @@ class WeightsByStorage:
                 return target
         return None
 
-    def names(self, target: _Weight, form: Tensor) -> tuple[str, ...] | None:
+    def names(self, target: _WatchedWeight, form: Tensor) -> tuple[str, ...] | None:
         """The linears in a view [.., n, K] of a target, in order; None where the view is not made of whole rows."""
         _, n, k = target.shape
         expert, within = divmod(int(form.storage_offset()) - target.offset, n * k)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from layerwise.inputs.recording.shared_objects import Sight
+from layerwise.inputs.recording.shared_objects import SharedObject
 from layerwise.inputs.values.batches import Batch
-from layerwise.inputs.values.calls import Call, Output, Shape
-from layerwise.inputs.values.stores import Kept
+from layerwise.inputs.values.calls import Call, Returned, Shape
+from layerwise.inputs.values.stores import StoredTensor
 
 
 @dataclass(eq=False)
@@ -30,15 +30,15 @@ class BatchProgress:
 
     batch: Batch
     calls: list[Call | None] = field(default_factory=list)
-    outputs: dict[int, Output] = field(default_factory=dict)
+    outputs: dict[int, Returned] = field(default_factory=dict)
     shapes: dict[int, Shape] = field(default_factory=dict)
     assumed: dict[int, Shape] = field(default_factory=dict)
     last_use: dict[int, int] = field(default_factory=dict)
     live: dict[tuple[int, str], Any] = field(default_factory=dict)
-    met: dict[str, Kept] = field(default_factory=dict)
+    met: dict[str, StoredTensor] = field(default_factory=dict)
     left: list[tuple[Any, Any]] = field(default_factory=list)
     touched: dict[str, list[Any]] = field(default_factory=dict)
-    sights: list[Sight] = field(default_factory=list)
+    sights: list[SharedObject] = field(default_factory=list)
     cautious: bool = False
 
     def copy(self) -> "BatchProgress":

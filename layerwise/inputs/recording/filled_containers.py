@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from layerwise.inputs.recording.shared_objects import Sight
+from layerwise.inputs.recording.shared_objects import SharedObject
 from layerwise.inputs.values.calls import items_of, restore_container, state_of_container
 from layerwise.inputs.values.contents import content_hash
 from layerwise.inputs.values.stand_ins import TensorSpec
 from layerwise.inputs.values.structure import flatten, unflatten
 
 
-def fill(index: int, sight: Sight, keys: Collection[Any], *, real: bool, zeros: dict[Any, Tensor]) -> None:
+def fill(index: int, sight: SharedObject, keys: Collection[Any], *, real: bool, zeros: dict[Any, Tensor]) -> None:
     """Put into the parent's container what a layer puts there.
 
     Args:

@@ -22,14 +22,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from layerwise.inputs.recording import refusals
 from layerwise.inputs.recording.batch_progress import BatchProgress
 from layerwise.inputs.recording.filled_containers import fill
-from layerwise.inputs.recording.shared_objects import Sight
+from layerwise.inputs.recording.shared_objects import SharedObject
 from layerwise.inputs.recording.taints import Taints
 from layerwise.inputs.values.ambient import Ambient
 from layerwise.inputs.values.caches import CacheState, is_cache, is_empty
 from layerwise.inputs.values.calls import (
     Call,
     Fixed,
-    Link,
+    EarlierOutput,
     Shape,
     Statics,
     is_value,
@@ -38,7 +38,7 @@ from layerwise.inputs.values.calls import (
 )
 from layerwise.inputs.values.contents import content_hash
 from layerwise.inputs.values.stand_ins import EarlyStop, Escape, Placeholder, StandIn, TensorSpec, forward_of
-from layerwise.inputs.values.stores import Kept, version
+from layerwise.inputs.values.stores import StoredTensor, version
 from layerwise.inputs.values.structure import flatten, is_mutable, paths, unflatten
 from layerwise.weights.own_hooks import own_hooks_may_fail
 
@@ -56,10 +56,12 @@ class ParentRun:
         self.kinds = [type(layer) for _, layer in layers]
         self.next = 0  # the layer that is to be called next
         self.calls: list[Call] = []
-        self.links: dict[int, tuple[Any, int, Link]] = {}
-        self.sights: dict[int, Sight] = {}
-        self.again: dict[int, tuple[Placeholder, int, Kept]] = {}  # stand for what was computed in an earlier run
-        self.captured: list[Sight] = []
+        self.links: dict[int, tuple[Any, int, EarlierOutput]] = {}
+        self.sights: dict[int, SharedObject] = {}
+        self.again: dict[
+            int, tuple[Placeholder, int, StoredTensor]
+        ] = {}  # stand for what was computed in an earlier run
+        self.captured: list[SharedObject] = []
         self.assumed: dict[int, Shape] = {}
         self.zeros: dict[Any, Tensor] = {}
         self.escape: Escape | None = None
@@ -198,7 +200,7 @@ class ParentRun:
         for number, leaf in enumerate(leaves):
             if not is_value(leaf):
                 count = version(leaf) if isinstance(leaf, Tensor) else 0
-                self.links.setdefault(id(leaf), (leaf, count, Link(index, number)))
+                self.links.setdefault(id(leaf), (leaf, count, EarlierOutput(index, number)))
         self.assumed[index] = shape
         self.guessed |= index not in self.progress.shapes
         return unflatten(shape.structure, leaves)
@@ -217,7 +219,7 @@ class ParentRun:
             else:
                 leaf.detach().copy_(output.leaves[number].tensor())
                 self.taints.remove(leaf)
-            self.links[id(leaf)] = (leaf, version(leaf), Link(index, number))
+            self.links[id(leaf)] = (leaf, version(leaf), EarlierOutput(index, number))
         for name in self.progress.touched:
             sight = None if isinstance(given.get(name), Tensor) else self._seen(given.get(name))
             if sight is not None and sight.live is not sight.value and not is_cache(sight.live):
@@ -250,7 +252,7 @@ class ParentRun:
             return True
         return not any(isinstance(leaf, Placeholder) or id(leaf) in self.links for leaf in flatten(value)[0])
 
-    def _source(self, index: int, name: str, leaf: Any) -> Link | Kept | Fixed:
+    def _source(self, index: int, name: str, leaf: Any) -> EarlierOutput | StoredTensor | Fixed:
         if isinstance(leaf, Tensor):
             self._check_attributes(index, name, leaf)
         if id(leaf) in self.links:
@@ -275,7 +277,7 @@ class ParentRun:
         sight = self._seen(leaf)
         if sight is None:
             content = None if is_cache(leaf) else content_hash(leaf)  # caches are set back by themselves
-            sight = self.sights[id(leaf)] = Sight(leaf, leaf, state_of_container(leaf), (index, name), content)
+            sight = self.sights[id(leaf)] = SharedObject(leaf, leaf, state_of_container(leaf), (index, name), content)
             self.progress.live[index, name] = leaf
         self.captured.append(sight)
         return Fixed(sight.live, self._cache_state(sight.live))
@@ -287,7 +289,7 @@ class ParentRun:
             self.disorder = refusals.attribute_of_a_tensor(name, self.fqns[index], own[0])
             raise self.disorder
 
-    def _untouched(self, leaf: Tensor, link: Link) -> bool:
+    def _untouched(self, leaf: Tensor, link: EarlierOutput) -> bool:
         """Whether a stand-in's output still holds what it held: a write past torch does not raise the version."""
         output = self.progress.outputs.get(link.layer)
         return output is None or output.leaves[link.leaf].holds(leaf)
@@ -301,9 +303,9 @@ class ParentRun:
             return
         live = self.progress.live.get((index, name))
         if live is not None:
-            self.sights[id(leaf)] = Sight(leaf, live, state_of_container(leaf))
+            self.sights[id(leaf)] = SharedObject(leaf, live, state_of_container(leaf))
 
-    def _seen(self, value: Any) -> Sight | None:
+    def _seen(self, value: Any) -> SharedObject | None:
         """What is known of an object in this run; None where the parent has changed it since, or it is new."""
         sight = self.sights.get(id(value))
         if sight is None or not same_state(state_of_container(value), sight.state):

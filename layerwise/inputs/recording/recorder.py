@@ -34,7 +34,7 @@ from layerwise.inputs.recording.batch_progress import BatchProgress
 from layerwise.inputs.recording.parent_run import ParentRun
 from layerwise.inputs.recording.shared_objects import SharedObjects
 from layerwise.inputs.values.batches import Data, batches_of
-from layerwise.inputs.values.calls import Call, Output, Statics, restore_container
+from layerwise.inputs.values.calls import Call, Returned, Statics, restore_container
 from layerwise.inputs.values.stand_ins import Placeholder, swapped, without_placeholders
 from layerwise.inputs.values.stores import Store
 from layerwise.inputs.values.structure import flatten
@@ -200,7 +200,7 @@ class Recorder:
                 "cannot be replaced; the model has to pass them as arguments, or in tuples, lists, dicts or dataclasses"
             )
         progress = self._progress[batch]
-        kept = Output.of(output, self._store, written)
+        kept = Returned.of(output, self._store, written)
         progress.outputs[index] = kept
         call = progress.calls[index]
         progress.left = [] if call is None else call.containers()
@@ -234,7 +234,7 @@ class Recorder:
         progress = self._progress[0].copy()
         first = progress.calls[0]
         progress.touched = {} if first is None else first.touched()
-        kept = Output.of(output, self._store, written)
+        kept = Returned.of(output, self._store, written)
         last = len(self.layers)
         for index in range(last):
             while len(progress.calls) <= index:
@@ -312,7 +312,7 @@ class Recorder:
             raise RuntimeError(f"inputs of layer {self.layers[index][0]} are not there: not prepared yet, or done")
         return call
 
-    def _output(self, index: int, batch: int) -> Output:
+    def _output(self, index: int, batch: int) -> Returned:
         self._check_put(index, batch)
         return self._progress[batch].outputs[index]
 

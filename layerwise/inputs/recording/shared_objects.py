@@ -13,7 +13,7 @@ from layerwise.inputs.values.contents import content_hash
 
 
 @dataclass
-class Sight:
+class SharedObject:
     """An object that stand-ins were called with in this run, the live one that layers get for it, and what it held.
 
     content: a hash of what it held; None for caches, and for objects that stand for one of an earlier run.
@@ -42,10 +42,10 @@ class SharedObjects:
 
     def __init__(self, fqns: Sequence[str]) -> None:
         self._fqns = fqns
-        self._met: dict[int, Sight] = {}
-        self._shared: dict[int, Sight] = {}
+        self._met: dict[int, SharedObject] = {}
+        self._shared: dict[int, SharedObject] = {}
 
-    def meet(self, sights: Iterable[Sight]) -> None:
+    def meet(self, sights: Iterable[SharedObject]) -> None:
         """Add the objects that one batch's layers are called with; call it once all batches have been recorded.
 
         Raises:
@@ -63,7 +63,7 @@ class SharedObjects:
             if content_hash(sight.live) != sight.content:
                 raise self._refusal(sight, "is the same for several batches, and layers change it")
 
-    def _refusal(self, sight: Sight, what: str) -> NotImplementedError:
+    def _refusal(self, sight: SharedObject, what: str) -> NotImplementedError:
         index, name = sight.where
         kind: Any = type(sight.live).__name__
         return NotImplementedError(

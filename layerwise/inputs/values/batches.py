@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from layerwise.inputs.values.caches import CacheState, is_cache, is_empty
 from layerwise.inputs.values.contents import add_tensor, content_hash
 from layerwise.inputs.values.stand_ins import forward_of
-from layerwise.inputs.values.stores import Kept, is_ordinary
+from layerwise.inputs.values.stores import StoredTensor, is_ordinary
 from layerwise.inputs.values.structure import Structure, flatten, paths, unflatten
 from layerwise.weights.own_hooks import own_hooks_may_fail
 
@@ -33,7 +33,7 @@ class Batch:
 
     Attributes:
         structure: of (args, kwargs).
-        leaves: a `Kept` for every tensor; everything else as it is.
+        leaves: a `StoredTensor` for every tensor; everything else as it is.
         caches: filled caches among the leaves, as they were.
         hash: xxh3 of the arguments, the same on every device and in every process.
         opaque: arguments that are in the hash by their type alone.
@@ -45,19 +45,19 @@ class Batch:
     hash: int
     opaque: list[str]
 
-    def call(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Kept]]]:
-        """The arguments, which the caller may write into, and the `Kept` that each of their tensors comes from."""
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, StoredTensor]]]:
+        """The arguments, which the caller may write into, and what each of their tensors comes from."""
         taken: dict[int, Tensor] = {}
-        used: list[tuple[Tensor, Kept]] = []
+        used: list[tuple[Tensor, StoredTensor]] = []
         for leaf in self.leaves:
-            if isinstance(leaf, Kept) and id(leaf) not in taken:
+            if isinstance(leaf, StoredTensor) and id(leaf) not in taken:
                 taken[id(leaf)] = leaf.tensor()
                 used.append((taken[id(leaf)], leaf))
         args, kwargs = unflatten(self.structure, [taken.get(id(leaf), leaf) for leaf in self.leaves])
         return args, kwargs, used
 
 
-def batches_of(model: nn.Module, data: Data, keep: Callable[[Tensor], Kept]) -> list[Batch]:
+def batches_of(model: nn.Module, data: Data, keep: Callable[[Tensor], StoredTensor]) -> list[Batch]:
     """All batches of this rank, each as it was when it came; there may be none.
 
     Args:

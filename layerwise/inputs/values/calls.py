@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from layerwise.inputs.values.ambient import Ambient
 from layerwise.inputs.values.caches import CacheState
 from layerwise.inputs.values.stand_ins import Escape, TensorSpec
-from layerwise.inputs.values.stores import Kept, Store, is_ordinary, version
+from layerwise.inputs.values.stores import Store, StoredTensor, is_ordinary, version
 from layerwise.inputs.values.structure import Structure, flatten, unflatten
 
 
 @dataclass(frozen=True)
-class Link:
+class EarlierOutput:
     """Leaf number `leaf` of what layer number `layer` returns."""
 
     layer: int
@@ -51,27 +51,31 @@ class Call:
     """
 
     structure: Structure
-    sources: list[Link | Kept | Fixed]
+    sources: list[EarlierOutput | StoredTensor | Fixed]
     names: list[str]
     ambient: Ambient
     before: list[tuple[Any, Any]] | None = field(default=None)  # live containers as they were at the first use
     changed: list[Tensor] = field(default_factory=list)  # tensors in these that the last run wrote into
 
-    def kept(self) -> dict[str, Kept]:
+    def kept(self) -> dict[str, StoredTensor]:
         """The tensors among its leaves that are not outputs of layers, by name."""
-        return {name: source for name, source in zip(self.names, self.sources, strict=True) if isinstance(source, Kept)}
+        return {
+            name: source
+            for name, source in zip(self.names, self.sources, strict=True)
+            if isinstance(source, StoredTensor)
+        }
 
     def links(self) -> set[int]:
         """The layers whose outputs it takes."""
-        return {source.layer for source in self.sources if isinstance(source, Link)}
+        return {source.layer for source in self.sources if isinstance(source, EarlierOutput)}
 
-    def arguments(self, output: Callable[[int], "Output"]) -> tuple[Any, Any]:
+    def arguments(self, output: Callable[[int], "Returned"]) -> tuple[Any, Any]:
         """Args and kwargs to call the layer with: tensors copied, caches and live containers set back as recorded."""
         args, kwargs = unflatten(self.structure, self._leaves(output))
         return args, kwargs
 
     def run(
-        self, output: Callable[[int], "Output"], function: Callable[..., Any], *, compare: bool | Collection[str] = ()
+        self, output: Callable[[int], "Returned"], function: Callable[..., Any], *, compare: bool | Collection[str] = ()
     ) -> tuple[Any, dict[str, Tensor]]:
         """What a function returns that is called as the layer was, and the arguments that it wrote into, by name.
 
@@ -92,15 +96,15 @@ class Call:
             if not isinstance(leaf, Tensor) or isinstance(source, Fixed):
                 continue
             compared = compare is True or (compare is not False and name in compare)
-            kept = output(source.layer).leaves[source.leaf] if isinstance(source, Link) else source
+            kept = output(source.layer).leaves[source.leaf] if isinstance(source, EarlierOutput) else source
             if version(leaf) != count or (compared and not kept.holds(leaf)):
                 written[name] = leaf
         return returned, written
 
-    def _leaves(self, output: Callable[[int], "Output"]) -> list[Any]:
+    def _leaves(self, output: Callable[[int], "Returned"]) -> list[Any]:
         taken: dict[Any, Any] = {}
         for source in self.sources:
-            key = source if isinstance(source, Link) else id(source)
+            key = source if isinstance(source, EarlierOutput) else id(source)
             if key in taken:
                 continue
             if isinstance(source, Fixed):
@@ -108,14 +112,14 @@ class Call:
                     source.cache.restore()
                 taken[key] = source.value
                 continue
-            kept = output(source.layer).leaves[source.leaf] if isinstance(source, Link) else source
-            taken[key] = kept.tensor() if isinstance(kept, Kept) else kept
+            kept = output(source.layer).leaves[source.leaf] if isinstance(source, EarlierOutput) else source
+            taken[key] = kept.tensor() if isinstance(kept, StoredTensor) else kept
         if self.before is None:
             self.before = self.containers()
         for container, state in self.before:
             if not same_state(state_of_container(container), state):
                 restore_container(container, state)
-        return [taken[source if isinstance(source, Link) else id(source)] for source in self.sources]
+        return [taken[source if isinstance(source, EarlierOutput) else id(source)] for source in self.sources]
 
     def containers(self) -> list[tuple[Any, Any]]:
         """The live containers among the arguments, each with what it holds at this moment."""
@@ -176,19 +180,19 @@ def restore_container(container: Any, state: Any) -> None:
 
 
 @dataclass(eq=False)
-class Output:
+class Returned:
     """What a layer returned for one batch, and behind it the arguments that it wrote into."""
 
     shape: "Shape"
     leaves: list[Any]  # a Kept for every tensor
 
     @classmethod
-    def of(cls, value: Any, store: Store, written: Mapping[str, Tensor] = MappingProxyType({})) -> "Output":
+    def of(cls, value: Any, store: Store, written: Mapping[str, Tensor] = MappingProxyType({})) -> "Returned":
         """Keep what a layer returned."""
         leaves, structure = flatten(value)
         count = len(leaves)
         leaves += written.values()
-        kept: dict[int, Kept] = {}
+        kept: dict[int, StoredTensor] = {}
         for leaf in leaves:
             if isinstance(leaf, Tensor) and id(leaf) not in kept:
                 kept[id(leaf)] = store.keep(leaf)
@@ -198,7 +202,7 @@ class Output:
     def values(self) -> list[Any]:
         """The leaves of what was returned, tensors in memory of their own."""
         leaves = self.leaves[: len(self.shape.specs)]
-        taken = {id(leaf): leaf.tensor() for leaf in leaves if isinstance(leaf, Kept)}
+        taken = {id(leaf): leaf.tensor() for leaf in leaves if isinstance(leaf, StoredTensor)}
         return [taken.get(id(leaf), leaf) for leaf in leaves]
 
 
@@ -255,14 +259,14 @@ class Statics:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: dict[Any, weakref.ref[Kept]] = {}
+        self._known: dict[Any, weakref.ref[StoredTensor]] = {}
 
-    def known(self, tensor: Tensor, kept: Kept) -> None:
+    def known(self, tensor: Tensor, kept: StoredTensor) -> None:
         """Note that this tensor is kept already."""
         if is_ordinary(tensor):
             self._known[_place(tensor)] = weakref.ref(kept)
 
-    def keep(self, tensor: Tensor) -> Kept:
+    def keep(self, tensor: Tensor) -> StoredTensor:
         """Keep a tensor, or return it as already kept."""
         found = self._known.get(_place(tensor)) if is_ordinary(tensor) else None
         kept = None if found is None else found()

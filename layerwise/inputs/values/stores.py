@@ -4,7 +4,7 @@
     kept = store.keep(tensor)        # a copy: the tensor may be written or freed now
     kept.tensor()                    # another copy, on its device again, with the same values and strides
 
-A tensor is freed, and its file removed, with the last reference to its `Kept`. Files hold raw bytes. Tensors that are
+A tensor is freed, and its file removed, with the last reference to its `StoredTensor`. Files hold raw bytes. Tensors
 more than their bytes (DTensors, quantized or sparse ones) stay on their device in every store. Strides come back if the
 elements fill their memory; a slice with gaps comes back contiguous.
 """
@@ -46,7 +46,7 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class Kept:
+class StoredTensor:
     """One tensor that is kept; subclasses know where."""
 
     def tensor(self) -> Tensor:
@@ -67,7 +67,7 @@ class Kept:
         raise NotImplementedError
 
 
-class _InMemory(Kept):
+class _InMemory(StoredTensor):
     def __init__(self, tensor: Tensor, place: torch.device | str) -> None:
         self._home = tensor.device
         base, self._shape = _unexpanded(tensor)
@@ -84,7 +84,7 @@ class _InMemory(Kept):
         return self._held.to(self._home, copy=True).expand(self._shape)
 
 
-class _Whole(Kept):
+class _Whole(StoredTensor):
     """A tensor that is more than its bytes; it stays where it is."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -94,7 +94,7 @@ class _Whole(Kept):
         return self._held.clone()
 
 
-class _OnDisk(Kept):
+class _OnDisk(StoredTensor):
     def __init__(self, tensor: Tensor, path: Path) -> None:
         self._home, self._dtype, self._path = tensor.device, tensor.dtype, path
         base, self._shape = _unexpanded(tensor)
@@ -156,7 +156,7 @@ class Store:
         """Where the files are, once there was one to write."""
         return None if self._directory is None else Path(self._directory.name)
 
-    def keep(self, tensor: Tensor) -> Kept:
+    def keep(self, tensor: Tensor) -> StoredTensor:
         """Keep a tensor as it is now.
 
         It is always copied: it may be a buffer that the next batch is written into (by a data loader, through numpy, by

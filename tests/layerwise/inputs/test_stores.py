@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.inputs.values.stores import INPUTS_ON, Kept
+from layerwise.inputs.values.stores import INPUTS_ON, StoredTensor
 from tests.layerwise.inputs.parents import (
     DIM,
     PARENTS,
@@ -71,7 +71,7 @@ def test_a_lazy_negative_is_not_what_lies_in_its_memory(inputs_on: str) -> None:
 
 
 @torch.no_grad()
-def _kept(recorder: Recorder, name: str) -> list[Kept]:
+def _kept(recorder: Recorder, name: str) -> list[StoredTensor]:
     """What is kept of an argument of all layers, for all batches."""
     recorder.prepare(0)
     for batch in range(len(recorder)):
@@ -104,7 +104,7 @@ def test_what_lies_in_parameters_outlives_their_sharding() -> None:
 def test_outputs_go_when_their_last_layer_is_done() -> None:
     model = PARENTS["skips"]()
     with record(model, id_batches()) as recorder:
-        alive: list[weakref.ref[Kept]] = []
+        alive: list[weakref.ref[StoredTensor]] = []
         left = []
         for index, (_, layer) in enumerate(recorder.layers):
             recorder.prepare(index)
