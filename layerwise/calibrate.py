@@ -35,9 +35,9 @@ from layerwise.running.agreement import check_agreed
 from layerwise.running.calibration import Calibration
 from layerwise.running.events import Event, observing
 from layerwise.running.kv_cache import KVCache
-from layerwise.running.plan import Options, planned
+from layerwise.running.plan import Options, make_plan
 from layerwise.running.result import CalibrationResult, result_of
-from layerwise.stages.caller import called
+from layerwise.stages.caller import calling
 from qtensor.spec.recipes import Recipe
 
 MAX = Max()
@@ -118,7 +118,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
     watched = on_event is not None or not is_own(algorithm)
     # files may be missing on some ranks
-    with called("calibrate"), waited_for(group or ALONE, "calibrate", IN_GROUP), raise_together(group):
+    with calling("calibrate"), waited_for(group or ALONE, "calibrate", IN_GROUP), raise_together(group):
         options = Options(
             recipe=recipe,
             algorithm=algorithm,
@@ -131,9 +131,9 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
             device=None if device is None else this_device(device),
             weights=weights,
         )
-        plan = planned(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
+        plan = make_plan(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
     observed = observing(on_event, len(plan.stages), bar=progress and is_first(group))
-    with called("calibrate"), observed as observer:
+    with calling("calibrate"), observed as observer:
         check_agreed(group, plan.told(checkpoint=checkpoint_dir is not None))
         run = Calibration(plan, observer)
         run.calibrate_stages(() if data is None else data, checkpoint_dir)

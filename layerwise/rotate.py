@@ -24,7 +24,7 @@ from layerwise.inputs.replaying.evaluating import evaluating
 from layerwise.rotating.choice import Axis, Chosen, RotationOptions, choose
 from layerwise.rotating.hadamard import Rotation, rotate_weight_
 from layerwise.rotating.online import named_linears
-from layerwise.rotating.plan import Norm, RotationPlan, norms_of, planned
+from layerwise.rotating.plan import Norm, RotationPlan, norms_of, plan_rotations
 from layerwise.rotating.proof import norm_kind, prove, rotations
 from layerwise.rotating.tracing import Runs, look
 from layerwise.rotating.written import note_written
@@ -109,7 +109,7 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         if tied == "untie":
             _untie(model, chosen, undo)
         runs = Runs(model, batch)
-        plan = planned(model, chosen, look(runs, chosen.reads, norms_of(model, chosen)))
+        plan = plan_rotations(model, chosen, look(runs, chosen.reads, norms_of(model, chosen)))
         matrices = rotations(plan, block, seed)
         norms = list(_norms(plan, chosen, matrices))
         copies = _copies(plan, norms)
@@ -123,7 +123,7 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         _write(plan, norms, matrices)
         for name, axis in chosen.online.items():
             undo.callback(rotate_inputs_of(module_named(model, name), axis.online))
-        report = _compared(plan, norms, _difference(before, runs.outputs()), rounding)
+        report = _compare(plan, norms, _difference(before, runs.outputs()), rounding)
         undo.pop_all()  # all is well: keep it
     note_written(model, report.changed)
     return report
@@ -233,7 +233,7 @@ def _difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     return max(deviation(one, other) for one, other in zip(before, after, strict=True))
 
 
-def _compared(plan: RotationPlan, norms: Sequence[Norm], difference: float, rounding: float) -> RotationReport:
+def _compare(plan: RotationPlan, norms: Sequence[Norm], difference: float, rounding: float) -> RotationReport:
     coarsest = max((change.tensor.dtype for change in plan.changes), key=lambda dtype: torch.finfo(dtype).eps)
     columns = max(change.tensor.shape[-1] for change in plan.changes)
     allowed = tolerance(coarsest, len(plan.changes), columns)

@@ -20,14 +20,14 @@ from fsdp_hooks.wrappers import without_replication
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.algorithms.maximum import Max
 from layerwise.calibrate import is_own
-from layerwise.formats.assignment import Assignment, assigned, budget_of
+from layerwise.formats.assignment import Assignment, assign, budget_of
 from layerwise.formats.candidates import COMPARE, Menu, Weight, candidates_of, least_bits
 from layerwise.running.agreement import check_agreed
 from layerwise.running.errors import Measuring
 from layerwise.running.events import Event, observing
-from layerwise.running.plan import Options, planned
+from layerwise.running.plan import Options, make_plan
 from layerwise.running.search import Search
-from layerwise.stages.caller import called
+from layerwise.stages.caller import calling
 from qtensor.spec.recipes import Recipe
 
 MAX = Max()
@@ -94,7 +94,7 @@ def search_formats(  # noqa: PLR0913 - the options of a run, keyword-only
     """
     model = without_replication(model)
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-    with called("search_formats"), waited_for(group or ALONE, "search_formats", IN_GROUP), raise_together(group):
+    with calling("search_formats"), waited_for(group or ALONE, "search_formats", IN_GROUP), raise_together(group):
         if compare not in COMPARE:
             raise ValueError(f"search_formats: compare={compare!r} is not one of {', '.join(map(repr, COMPARE))}")
         menu = _menu(recipes)
@@ -111,20 +111,20 @@ def search_formats(  # noqa: PLR0913 - the options of a run, keyword-only
             weights=weights,
         )
         watched = on_event is not None or not is_own(algorithm)
-        plan = planned(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
+        plan = make_plan(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
         targets = [target for stage in plan.stages for target in stage.targets]
         chosen = [Weight(target.name, target.shape, target.dtype, target.linears()) for target in targets]
         if not chosen:
             raise ValueError("search_formats: no weight is left to choose a format for; see include and exclude")
         budget_of(bits_per_weight, sum(one.shape.numel() for one in chosen), least_bits(chosen, menu))
     observed = observing(on_event, len(plan.stages), bar=progress and is_first(group))
-    with called("search_formats"), observed as observer:
+    with calling("search_formats"), observed as observer:
         told = plan.told(checkpoint=checkpoint_dir is not None)
         check_agreed(group, {**told, "the budget": [f"bits_per_weight={bits_per_weight}, compare={compare}"]})
         run = Search(plan, observer)
         run.calibrate_stages(() if data is None else data, checkpoint_dir)
     measured = {linear.name: linear for outcome in run.outcomes for linear in outcome.linears}
-    return assigned(candidates_of(chosen, menu, measured, compare), bits_per_weight)
+    return assign(candidates_of(chosen, menu, measured, compare), bits_per_weight)
 
 
 def _menu(recipes: Sequence[Recipe | None]) -> Menu:

@@ -26,7 +26,7 @@ from torch import Tensor
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Algorithm, Decision, Group, Smoothing
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.smoothquant import LARGEST_FACTOR, SMALLEST_FACTOR
-from layerwise.algorithms.solvers.clipping import best_clips, finite_or_zero, local_hessian_of, rounded, sharing
+from layerwise.algorithms.solvers.clipping import best_clips, finite_or_zero, local_hessian_of, round_trip, sharing
 from qtensor.spec.blocks import tile, untile
 from qtensor.spec.recipes import Recipe, check_choice
 from qtensor.spec.registry import block_multiple, format_of, shared_amax
@@ -173,7 +173,7 @@ def _scaled_error(group: Group, recipe: Recipe, hessian: Tensor, factors: Tensor
             if len(members) > 1:
                 amaxes = [torch.stack([a for a in amaxes if a is not None]).amax()] * len(members)
         for one, w, amax in zip(linears, weights, amaxes, strict=True):
-            values = rounded(w, recipe, fmt.quantizer(w, recipe, amax))
+            values = round_trip(w, recipe, fmt.quantizer(w, recipe, amax))
             total += _output_error(
                 (values if factors is None else values / factors) - finite_or_zero(one.weight), hessian
             )
@@ -186,7 +186,7 @@ def _error_of(
     """tr(dW H dW^T) of some linears under some quantizers."""
     weights = [finite_or_zero(group.linears[i].weight) for i in members]
     return sum(
-        _output_error(rounded(w, recipe, quantizer) - w, hessian)
+        _output_error(round_trip(w, recipe, quantizer) - w, hessian)
         for w, quantizer in zip(weights, quantizers, strict=True)
     )
 

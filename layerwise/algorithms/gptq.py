@@ -173,13 +173,13 @@ class GPTQ(Algorithm):
         assert hessian is not None
         with one_thread(), full_precision(hessian.device):
             order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if self.act_order else None
-            factor, damping = self._factorised(group, hessian if order is None else hessian[order][:, order])
+            factor, damping = self._factorise(group, hessian if order is None else hessian[order][:, order])
             aims = self._aims(group, factor, order)
-            values = _compensated(aims.clone() if self.descent else aims, factor, order, rounding, self.block)
+            values = _compensate(aims.clone() if self.descent else aims, factor, order, rounding, self.block)
             del factor
             if self.descent:
                 rounded = torch.stack([rounding(column, index) for index, column in enumerate(values)])
-                damped = _damped(hessian.clone(), damping)
+                damped = _damp(hessian.clone(), damping)
                 values = descend(aims, rounded, damped, rounding, self.descent)
         return values, damping
 
@@ -194,7 +194,7 @@ class GPTQ(Algorithm):
             return self.damping
         return max(LEAST_DAMPING, group.linears[0].weight.shape[1] / (2 * group.inputs.tokens))
 
-    def _factorised(self, group: Group, hessian: Tensor) -> tuple[Tensor, float]:
+    def _factorise(self, group: Group, hessian: Tensor) -> tuple[Tensor, float]:
         """The factor, and the damping that it took."""
         for raised in range(RAISES + 1):
             damping = self._least_damping(group) * 10**raised
@@ -229,7 +229,7 @@ def _for(algorithm: Algorithm, group: Group) -> Group:
     )
 
 
-def _damped(hessian: Tensor, damping: float) -> Tensor:
+def _damp(hessian: Tensor, damping: float) -> Tensor:
     """H + damping * mean(diag H), in place. A column without input gets the row and column of the identity."""
     diagonal = hessian.diagonal()  # a view
     mean = diagonal.mean()
@@ -246,7 +246,7 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
 
     A column without input does not affect the others: its row and column of U are those of the identity.
     """
-    lower, info = torch.linalg.cholesky_ex(_damped(hessian.flip(0, 1), damping))
+    lower, info = torch.linalg.cholesky_ex(_damp(hessian.flip(0, 1), damping))
     if info:
         return None
     identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
@@ -254,7 +254,7 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
     return factor if torch.isfinite(factor).all() else None
 
 
-def _compensated(columns: Tensor, factor: Tensor, order: Tensor | None, rounding: ColumnRounding, block: int) -> Tensor:
+def _compensate(columns: Tensor, factor: Tensor, order: Tensor | None, rounding: ColumnRounding, block: int) -> Tensor:
     """The values to round, [K, rows], in place of `columns`. `factor` is in the order of processing."""
     columns = columns if order is None else columns[order]
     numbers = list(range(len(columns))) if order is None else order.tolist()

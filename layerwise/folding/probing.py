@@ -180,7 +180,7 @@ class _Probing:
             return NO
         if producer.kind == "offset":
             # (1 + w) * p - 1 is seldom exact in w's dtype. Where the gain goes does not depend on w, so take w = 0.
-            with _changed([(producer.weight, torch.zeros_like(producer.weight))]):
+            with _holding_values([(producer.weight, torch.zeros_like(producer.weight))]):
                 return self._answer(group, producer, _copies(self.run()), producer.name)
         return self._answer(group, producer, self.plain, "")
 
@@ -191,7 +191,7 @@ class _Probing:
             return ABSTAIN
         changes = [(w, w * (1 / probe).to(w.dtype)) for w in members]
         changes += [(t, _scaled_channels(producer, t, probe)) for t in producer.tensors]
-        with _changed(changes):
+        with _holding_values(changes):
             if not _same_bytes(before, self.run()):
                 return NO
         for name, weight in self.weights.items():
@@ -207,7 +207,7 @@ class _Probing:
     ) -> bool:
         """Whether scaling the columns of some weights alone changes the output."""
         if key not in self.seen:
-            with _changed([(w, w * factors.to(w.dtype)) for w in weights]):
+            with _holding_values([(w, w * factors.to(w.dtype)) for w in weights]):
                 self.seen[key] = not _same_bytes(before, self.run())
         return self.seen[key]
 
@@ -227,7 +227,7 @@ def _scaled_channels(producer: Producer, tensor: Tensor, factors: Tensor) -> Ten
 
 
 @contextmanager
-def _changed(changes: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+def _holding_values(changes: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Inside, the tensors hold the given values; afterwards, whatever happens, exactly the bytes they had before."""
     saved = [(tensor, tensor.detach().clone()) for tensor, _ in changes]
     try:

@@ -22,9 +22,9 @@ from layerwise.folding.where_to_fold import where_to_fold
 from layerwise.formats.assignment import recipe_of
 from layerwise.inputs.replaying.replay import Replay
 from layerwise.inputs.values.structure import flatten
-from layerwise.stages.sharing import naming, owned, rounds_of
+from layerwise.stages.sharing import naming, own_statistics, rounds_of
 from layerwise.stages.stage import Method, Pair, Stage
-from layerwise.stages.targets import agreed_amaxes
+from layerwise.stages.targets import agree_on_amaxes
 from layerwise.statistics.statistics import Facts, Statistics
 
 
@@ -108,7 +108,7 @@ def _smoothings(
 ) -> dict[int, Smoothing | None]:
     """What the algorithm's `smooth` returns for some groups: each rank asks it for some, and all get the answers."""
     weights = {target.name: target.weight for target in stage.targets}
-    amaxes = agreed_amaxes(stage.targets, method.recipe)
+    amaxes = agree_on_amaxes(stage.targets, method.recipe)
     groups = [
         tuple(Linear(name, weights[name], amaxes[name]) for name in statistics.facts[index].names) for index in indices
     ]
@@ -116,7 +116,7 @@ def _smoothings(
     for turn in rounds_of(
         method, [(statistics.facts[i].tokens, group) for i, group in zip(indices, groups, strict=True)]
     ):
-        inputs = owned(method, turn, lambda place, owner: statistics.total(indices[place], owner, keep=True))
+        inputs = own_statistics(method, turn, lambda place, owner: statistics.total(indices[place], owner, keep=True))
         with raise_together(method.group):
             for place in turn[method.rank]:
                 with naming(groups[place]), full_precision(groups[place][0].weight.device):

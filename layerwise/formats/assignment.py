@@ -74,7 +74,7 @@ class Assignment:
             raise ValueError(
                 "Assignment.at chooses among what search_formats has measured; this assignment has no measurements"
             )
-        return assigned(self.groups, bits_per_weight, "Assignment.at")
+        return assign(self.groups, bits_per_weight, "Assignment.at")
 
     def modules(self) -> dict[Recipe, list[str]]:
         """Each recipe -> the fqns of the modules of its weights, as `quantize_(model, recipe, include=...)` takes them.
@@ -197,7 +197,7 @@ def budget_of(bits_per_weight: float, weights: int, least: int, asked: str = "se
     return budget
 
 
-def assigned(groups: Sequence[LinearGroup], bits_per_weight: float, asked: str = "search_formats") -> Assignment:
+def assign(groups: Sequence[LinearGroup], bits_per_weight: float, asked: str = "search_formats") -> Assignment:
     """The assignment of least error within a budget. Raises as `budget_of` does, in the name of what was `asked`."""
     weights = sum(group.weights for group in groups)
     least = sum(min(one.bits for one in group.candidates) for group in groups)

@@ -72,7 +72,7 @@ class LinearReport:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """The record of plain values. Raises TypeError, ValueError or AttributeError for any that were not written."""
-        return _checked(cls(**_numbers(values)))
+        return _check(cls(**_numbers(values)))
 
     @property
     def kind(self) -> str:
@@ -197,7 +197,7 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _checked(record: Record) -> Record:
+def _check(record: Record) -> Record:
     """The record. Raises TypeError where a field is of another type than it is written with."""
     for name, kinds in _TYPES.items():
         value = getattr(record, name)

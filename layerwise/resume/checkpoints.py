@@ -174,7 +174,7 @@ class CalibrationCheckpoint:
                 "damaged, start again: what is damaged will be found and dropped"
             ) from error
 
-    def finish(self, weights: Mapping[str, int]) -> None:
+    def mark_finished(self, weights: Mapping[str, int]) -> None:
         """Record that all layers are done, and `weights_digest` of what the model became.
 
         Raises:

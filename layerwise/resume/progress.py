@@ -119,7 +119,7 @@ def read_progress(directory: Path) -> tuple[Progress | None, list[str]]:
     damages = []
     for name in (PROGRESS, BACKUP):
         try:
-            progress = _parsed((directory / name).read_bytes(), directory / name)
+            progress = _parse((directory / name).read_bytes(), directory / name)
         except FileNotFoundError:
             damages.append(f"{name} is missing")
             continue
@@ -151,7 +151,7 @@ class _DamagedError(Exception):
     """The file is not what was written."""
 
 
-def _parsed(data: bytes, file: Path) -> Progress:
+def _parse(data: bytes, file: Path) -> Progress:
     try:
         held = json.loads(data)
         version, digest, record = held["version"], held["digest"], held["progress"]

@@ -70,7 +70,7 @@ def weights_digest(
         q = quantized_local(value)
         if q is not None:
             kinds[name] = [q.recipe.to_json(), str(q.dtype)]
-    sums = _summed([piece for parts in pieces.values() for _, piece in parts], group)
+    sums = _sum_over_ranks([piece for parts in pieces.values() for _, piece in parts], group)
     digests = {}
     for name, parts in pieces.items():
         values = {part: _weight_digest(f"{name}.{part}".rstrip("."), piece, *next(sums)) for part, piece in parts}
@@ -140,7 +140,7 @@ def _piece(value: Tensor, *, counts: bool) -> _Piece:
     return _Piece(box_sum(local, shape, offsets), local.numel(), shape, label)
 
 
-def _summed(pieces: Sequence[_Piece], group: dist.ProcessGroup | None) -> Any:
+def _sum_over_ranks(pieces: Sequence[_Piece], group: dist.ProcessGroup | None) -> Any:
     """(sum of the unsigned totals, elements counted) of every piece over all ranks, as exact integers."""
     totals: dict[torch.device, list[int]] = {}
     for place, piece in enumerate(pieces):

@@ -116,10 +116,10 @@ def choose(model: nn.Module, asked: RotationOptions) -> Chosen:
     modules = dict(plain_modules(model))
     reads, writes, stream = {}, {}, None
     if "stream" in asked.where:
-        reads = {name: _linear(name, found) for name, found in _named(modules, asked.reads, READS, "reads")}
+        reads = {name: _linear(name, found) for name, found in _find_named(modules, asked.reads, READS, "reads")}
         writes = {
             name: found if isinstance(found, nn.Embedding) else _linear(name, found)
-            for name, found in _named(modules, asked.writes, WRITES, "writes")
+            for name, found in _find_named(modules, asked.writes, WRITES, "writes")
         }
         stream = Axis("the residual stream", _width(reads, writes, asked.block))
     values = list(_values(modules, asked)) if "values" in asked.where else []
@@ -130,7 +130,7 @@ def choose(model: nn.Module, asked: RotationOptions) -> Chosen:
     return chosen
 
 
-def _named(
+def _find_named(
     modules: Mapping[str, nn.Module], patterns: Sequence[str] | None, usual: Sequence[str], argument: str
 ) -> Iterator[tuple[str, nn.Module]]:
     for pattern in unmatched(patterns or (), modules):

@@ -86,7 +86,7 @@ def norms_of(model: nn.Module, chosen: Chosen) -> dict[str, nn.Module]:
     return found
 
 
-def planned(model: nn.Module, chosen: Chosen, sight: Trace) -> RotationPlan:
+def plan_rotations(model: nn.Module, chosen: Chosen, sight: Trace) -> RotationPlan:
     """A change for every parameter.
 
     Args:
@@ -104,16 +104,16 @@ def planned(model: nn.Module, chosen: Chosen, sight: Trace) -> RotationPlan:
                 f"rotate_: the batch does not reach {name}, so nothing can be shown of it; give more tokens"
             )
     norms = norms_of(model, chosen)
-    used = {name: norms[name] for name in _used(sight)}
+    used = {name: norms[name] for name in _norms_used(sight)}
     folded = frozenset(name for name, module in used.items() if not _uniform(_weight_of(name, module)))
-    changes = _merged(_changes(model, chosen, sight, folded))
+    changes = _merge(_changes(model, chosen, sight, folded))
     _check_uses(model, chosen, changes)
     if chosen.stream is not None:
         _check_rest(model, chosen, used, chosen.stream.period)
     return RotationPlan(changes, used, folded)
 
 
-def _used(sight: Trace) -> list[str]:
+def _norms_used(sight: Trace) -> list[str]:
     """Norms that a reading linear takes the output of."""
     for name, sources in sight.sources.items():
         if len(sources) > 1:
@@ -160,7 +160,7 @@ def _changes(model: nn.Module, chosen: Chosen, sight: Trace, folded: frozenset[s
             yield Change(f"{name}.bias", bias, reads=False, rows=rows)
 
 
-def _merged(changes: Iterator[Change]) -> list[Change]:
+def _merge(changes: Iterator[Change]) -> list[Change]:
     """One change for each parameter."""
     by_parameter: dict[int, Change] = {}
     for one in changes:

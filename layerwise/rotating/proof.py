@@ -119,14 +119,14 @@ def _flips(changes: Sequence[Change], signs: Mapping[Axis, Tensor]) -> Iterator[
 
 
 def _prove_channels(what: str, flips: Sequence[Flip], runs: Runs, plain: Sequence[Tensor]) -> None:
-    with _flipped((one.tensor, one.signs) for one in flips):
+    with _flip_signs((one.tensor, one.signs) for one in flips):
         if not _same(plain, runs.outputs()):
             raise NotImplementedError(
                 f"rotate_: other signs in all that makes and reads {what}, as planned, changed the model's outputs: "
                 "something else takes part in it, or mixes its channels (LayerNorm subtracts means); name what reads "
                 "and writes the residual stream in reads= and writes=, or leave this out by where="
             )
-    with _flipped((one.tensor, one.signs) for one in flips if not one.reads):
+    with _flip_signs((one.tensor, one.signs) for one in flips if not one.reads):
         if _same(plain, runs.outputs()):
             raise ValueError(
                 f"rotate_: other signs of {what} do not show in the model's outputs on this batch; give another"
@@ -135,12 +135,12 @@ def _prove_channels(what: str, flips: Sequence[Flip], runs: Runs, plain: Sequenc
 
 def _prove_inputs(flips: Sequence[Flip], signs: Mapping[Axis, Tensor], runs: Runs, plain: Sequence[Tensor]) -> None:
     """Signs in the columns of linears, and in their inputs, by hooks at the place of those that will rotate them."""
-    with _flipped((one.tensor, one.signs) for one in flips):
+    with _flip_signs((one.tensor, one.signs) for one in flips):
         alone = runs.outputs()
         with ExitStack() as hooks:
             for one in flips:
                 linear = module_named(runs.model, one.axis.maker)
-                hook = _signed(signs[one.axis])
+                hook = _sign(signs[one.axis])
                 hooks.callback(linear.register_forward_pre_hook(hook, with_kwargs=True).remove)
             both = runs.outputs()
     names = ", ".join([one.axis.maker for one in flips][:3])
@@ -156,7 +156,7 @@ def _prove_inputs(flips: Sequence[Flip], signs: Mapping[Axis, Tensor], runs: Run
         )
 
 
-def _signed(signs: Tensor) -> Callable[..., Any]:
+def _sign(signs: Tensor) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (args[0] * signs.to(args[0]), *args[1:]), kwargs
@@ -173,11 +173,11 @@ def _prove_gains(changes: Sequence[Change], norms: Sequence[Norm], runs: Runs, p
     offset = {id(norm.weight): norm for norm in norms if norm.kind == "offset"}
     behind = [(one.tensor, _spread(signs[one.norm], one.tensor, -1)) for one in changes if one.norm is not None]
     gains = [(norm.weight, _spread(signs[norm.name], norm.weight, 0)) for norm in norms]
-    with _kept([norm.weight for norm in offset.values()]):
+    with _keep_bytes([norm.weight for norm in offset.values()]):
         for norm in offset.values():
             norm.weight.zero_()
         before = runs.outputs() if offset else plain
-        with _flipped([*behind, *[flip for flip in gains if id(flip[0]) not in offset]]):
+        with _flip_signs([*behind, *[flip for flip in gains if id(flip[0]) not in offset]]):
             for weight, own in gains:
                 if id(weight) in offset:
                     weight.copy_(own - 1)
@@ -197,7 +197,7 @@ def _spread(signs: Tensor, tensor: Tensor, dim: int) -> Tensor:
 
 
 @contextmanager
-def _flipped(flips: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+def _flip_signs(flips: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Inside, the weights are multiplied by signs, which is undone by doing it again."""
     done: list[tuple[Tensor, Tensor]] = []
     try:
@@ -211,7 +211,7 @@ def _flipped(flips: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 @contextmanager
-def _kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+def _keep_bytes(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Afterwards they hold the bytes that they had before."""
     saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:

@@ -79,13 +79,13 @@ def look(runs: Runs, linears: Collection[str], norms: Mapping[str, nn.Module]) -
         if isinstance(output, Tensor):  # held, so that no other tensor gets its memory meanwhile
             held[output.untyped_storage().data_ptr()] = (names[module], output)
 
-    with _hooked(runs.model, before, after, norms):
+    with _hook(runs.model, before, after, norms):
         runs.outputs()
     return sight
 
 
 @contextmanager
-def _hooked(
+def _hook(
     model: nn.Module, before: Callable[[str], Any], after: Callable[..., None], norms: Mapping[str, nn.Module]
 ) -> Iterator[None]:
     handles: list[torch.utils.hooks.RemovableHandle] = []

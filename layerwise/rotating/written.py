@@ -22,7 +22,7 @@ def note_written(model: nn.Module, names: Iterable[str]) -> None:
         setattr(module, ATTRIBUTE, frozenset({*getattr(module, ATTRIBUTE, ()), attribute}))
 
 
-def written(model: nn.Module) -> dict[str, Tensor]:
+def find_written(model: nn.Module) -> dict[str, Tensor]:
     """Plain fqn -> parameter, of all that rotations have written; what is on meta has no values, and is left out."""
     noted = {
         id(module._parameters.get(attribute))

@@ -27,7 +27,7 @@ from layerwise.inputs.replaying.replay import Replay
 from layerwise.inputs.values.structure import flatten
 from layerwise.report.measure import StageFigures, Yardstick
 from layerwise.running.agreement import check_alike
-from layerwise.running.decide import decide, needed, run_reference
+from layerwise.running.decide import decide, needed_statistics, run_reference
 from layerwise.stages.stage import Method, Pair, Stage
 from layerwise.stages.targets import Target
 from layerwise.statistics.collector import Collector
@@ -90,7 +90,7 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
     del collector
     check_alike(stage, method.group)
     if stage.attentions and not method.quantized_onward and (smoothed.written or before.written()):
-        caches = _watched_again(stage, replay, method)
+        caches = _watch_again(stage, replay, method)
     weights, quantizers, noted = decide(stage, replay, statistics, smoothed, method)
     with raise_together(method.group):
         before.check_unwritten(method.algorithm)
@@ -125,7 +125,7 @@ def observe(
     An identity is a digest of all tensors of the output, the same for a batch on whichever rank it is.
     """
     algorithm = method.algorithm
-    needs = needed(stage, method) - ({HESSIAN, CROSS} if algorithm.one_at_a_time else set())
+    needs = needed_statistics(stage, method) - ({HESSIAN, CROSS} if algorithm.one_at_a_time else set())
     weights = {target.name: target.weight for target in stage.targets}
     collector = Collector(weights, needs, apart=stage.kinds(), blocks=stage.blocks)
     partners = collector.partners()
@@ -144,7 +144,7 @@ def observe(
     return collector, [int(one) for one in identities]
 
 
-def _watched_again(stage: Stage, replay: Replay, method: Method) -> KeyValues:
+def _watch_again(stage: Stage, replay: Replay, method: Method) -> KeyValues:
     """The keys and values of weights that have changed since the batches ran: factors of o_proj are in v_proj, say."""
     caches = KeyValues(stage.attentions)
     with raise_together(method.group), caches.watching():

@@ -12,7 +12,7 @@ from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.progress import Window
 from layerwise.running.calibrate_stage import Calibrated, calibrate_stage
 from layerwise.running.notes import check_notes
-from layerwise.running.outcome import StageOutcome, outcome_of, placeholders, restored_outcome
+from layerwise.running.outcome import StageOutcome, outcome_of, placeholders, restore_outcome
 from layerwise.running.run import LayerwiseRun
 from layerwise.stages.stage import Stage
 from qtensor.scales.high_precision import HighPrecisionWeight
@@ -32,14 +32,14 @@ class Calibration(LayerwiseRun[StageOutcome]):
         if gathered:
             sync_scales(gathered)
 
-    def finish(self, stage: Stage, replay: Replay, tell: Callable[[str], None]) -> None:
+    def work_on(self, stage: Stage, replay: Replay, tell: Callable[[str], None]) -> None:
         """Calibrate a stage."""
         self.calibrated = calibrate_stage(stage, replay, self.method, tell)
         measured = self.calibrated.measured
         self.installed = {target.name for target in stage.targets if target.param.dtype == target.dtype}
         self.tell_late(stage, "metrics", {"records": measured.records, "snr_db": measured.output_snr})
 
-    def kept(self, stage: Stage) -> StageOutcome:
+    def keep(self, stage: Stage) -> StageOutcome:
         """Its result, which is in the shards then."""
         outcome = outcome_of(stage, self.calibrated, writes_weights=self.method.algorithm.writes_weights)
         del self.calibrated  # full tensors
@@ -50,7 +50,7 @@ class Calibration(LayerwiseRun[StageOutcome]):
         """Look at the notes of results."""
         check_notes(window, self.plan.stages)
 
-    def restored(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[StageOutcome]:
+    def restore(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[StageOutcome]:
         """The results in a window."""
         recipe, algorithm = self.method.recipe, self.method.algorithm
         noted = list(zip(self.plan.stages[window.first : window.last + 1], window.extra, strict=True))
@@ -58,7 +58,7 @@ class Calibration(LayerwiseRun[StageOutcome]):
         checkpoint.load_window(window, {name: value for state in states for name, value in state.items()})
         outcomes = []
         for (stage, note), state in zip(noted, states, strict=True):
-            outcomes.append(restored_outcome(stage, recipe, note, state, self.plan.weights))
+            outcomes.append(restore_outcome(stage, recipe, note, state, self.plan.weights))
             if algorithm.smooths:
                 self.method.known.learn(stage, outcomes[-1].pairs)
         return outcomes

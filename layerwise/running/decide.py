@@ -24,9 +24,9 @@ from layerwise.folding.smoothing import Smoothed
 from layerwise.formats.assignment import recipe_of
 from layerwise.inputs.replaying.replay import Replay
 from layerwise.running.exchange import Entries, Exchange, entries_of
-from layerwise.stages.sharing import naming, owned, rounds_of
+from layerwise.stages.sharing import naming, own_statistics, rounds_of
 from layerwise.stages.stage import Method, Stage
-from layerwise.stages.targets import agreed_amaxes
+from layerwise.stages.targets import agree_on_amaxes
 from layerwise.statistics.collector import Collector
 from layerwise.statistics.partners import UnquantizedInputs
 from layerwise.statistics.statistics import Statistics
@@ -44,7 +44,7 @@ def decide(
         Exception: of the algorithm, on all ranks; a note tells the linears.
     """
     weights = {name: weight for target in stage.targets for name, weight in target.matrices()}
-    amaxes = agreed_amaxes(stage.targets, method.recipe)
+    amaxes = agree_on_amaxes(stage.targets, method.recipe)
     groups = [tuple(Linear(name, weights[name], amaxes[name]) for name in facts.names) for facts in statistics.facts]
     exchange = Exchange(stage.targets, method.recipe, method.group)
     notes: Notes = {}
@@ -52,31 +52,31 @@ def decide(
     def total(index: int, owner: int) -> Inputs | None:
         facts = statistics.facts[index]
         if facts.tokens and method.algorithm.one_at_a_time:
-            return collected_again(stage, replay, method, facts.names, owner)
+            return collect_again(stage, replay, method, facts.names, owner)
         found, factors = statistics.total(index, owner), smoothed.factors.get(facts.names[0])
         return found if found is None or factors is None else transformed(found, factors)
 
     for turn in rounds_of(method, [(facts.tokens, groups[i]) for i, facts in enumerate(statistics.facts)]):
-        inputs = owned(method, turn, total)
+        inputs = own_statistics(method, turn, total)
         rounded: dict[str, Entries] = {}
         with raise_together(method.group):
             for index in turn[method.rank]:
                 with naming(groups[index]):
-                    rounded |= _decided(Group(groups[index], inputs.pop(index)), method, notes)
+                    rounded |= _decide(Group(groups[index], inputs.pop(index)), method, notes)
         for owner, indices in enumerate(turn):
             exchange.take([linear.name for index in indices for linear in groups[index]], rounded, owner)
     if method.group is not None:
         everyone: list[Any] = [None] * method.group.size()
         dist.all_gather_object(everyone, notes, group=method.group)
         notes = {name: found for theirs in everyone for name, found in theirs.items()}
-    return *exchange.finished(), notes
+    return *exchange.assemble(), notes
 
 
-def collected_again(stage: Stage, replay: Replay, method: Method, names: tuple[str, ...], owner: int) -> Inputs | None:
+def collect_again(stage: Stage, replay: Replay, method: Method, names: tuple[str, ...], owner: int) -> Inputs | None:
     """The statistics of one group's input, from all batches once more, with its Hessian."""
     collector = Collector(
         {target.name: target.weight for target in stage.targets},
-        needed(stage, method),
+        needed_statistics(stage, method),
         only=names,
         apart=stage.kinds(),
         blocks=stage.blocks,
@@ -94,7 +94,7 @@ def collected_again(stage: Stage, replay: Replay, method: Method, names: tuple[s
     return statistics.total(index, owner)
 
 
-def needed(stage: Stage, method: Method) -> frozenset[str]:
+def needed_statistics(stage: Stage, method: Method) -> frozenset[str]:
     """The statistics of a stage's inputs; in the first stage those of the unquantized model are the same."""
     return method.algorithm.needs - (set() if stage.index else {CROSS})
 
@@ -113,7 +113,7 @@ def run_reference(replay: Replay, batch: int, partners: UnquantizedInputs | None
         replay.reference.keep(batch, output)
 
 
-def _decided(group: Group, method: Method, notes: Notes) -> dict[str, Entries]:
+def _decide(group: Group, method: Method, notes: Notes) -> dict[str, Entries]:
     """Name of each linear -> its rounded weight; `notes` gets what its decision notes."""
     algorithm, names, live = method.algorithm, [linear.name for linear in group.linears], group.linears
     group = replace(group, linears=upright(live))

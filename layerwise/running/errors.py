@@ -26,11 +26,11 @@ from layerwise.inputs.replaying.replay import Replay
 from layerwise.report.measure import Yardstick
 from layerwise.running.agreement import check_alike
 from layerwise.running.calibrate_stage import observe
-from layerwise.running.decide import collected_again
+from layerwise.running.decide import collect_again
 from layerwise.running.exchange import QUANTIZER, entries_of
-from layerwise.stages.sharing import naming, owned, rounds_of
+from layerwise.stages.sharing import naming, own_statistics, rounds_of
 from layerwise.stages.stage import Method, Stage
-from layerwise.stages.targets import agreed_amaxes
+from layerwise.stages.targets import agree_on_amaxes
 from layerwise.statistics.key_values import KeyValues
 from layerwise.weights.snapshot import Snapshot
 from qtensor.spec.recipes import Recipe
@@ -76,7 +76,7 @@ class StageErrors:
         """Python's JSON brings floats back exactly."""
         return [asdict(linear) for linear in self.linears]
 
-    def once_saved(self) -> Self:
+    def drop_saved(self) -> Self:
         """All of it."""
         return self
 
@@ -116,16 +116,16 @@ def measure_stage(stage: Stage, replay: Replay, method: Method, menu: Menu, tell
     def total(index: int, owner: int) -> Inputs | None:
         facts = statistics.facts[index]
         if facts.tokens and method.algorithm.one_at_a_time:
-            return collected_again(stage, replay, method, facts.names, owner)
+            return collect_again(stage, replay, method, facts.names, owner)
         return statistics.total(index, owner)
 
     found: dict[str, LinearErrors] = {}
     for turn in rounds_of(method, [(facts.tokens, groups[i]) for i, facts in enumerate(statistics.facts)]):
-        inputs = owned(method, turn, total)
+        inputs = own_statistics(method, turn, total)
         with raise_together(method.group):
             for index in turn[method.rank]:
                 with naming(groups[index]):
-                    found |= _measured(Group(upright(groups[index]), inputs.pop(index)), options, method)
+                    found |= _measure(Group(upright(groups[index]), inputs.pop(index)), options, method)
     if method.group is not None:
         everyone: list[Any] = [None] * method.group.size()
         dist.all_gather_object(everyone, found, group=method.group)
@@ -145,16 +145,16 @@ class _Option:
 
     def __post_init__(self) -> None:
         fitting = [target for target in self.stage.targets if fits(target.shape, self.recipe)]
-        self.amaxes = {} if self.recipe is None else agreed_amaxes(fitting, self.recipe)
+        self.amaxes = {} if self.recipe is None else agree_on_amaxes(fitting, self.recipe)
 
 
-def _measured(group: Group, options: Sequence[_Option], method: Method) -> dict[str, LinearErrors]:
+def _measure(group: Group, options: Sequence[_Option], method: Method) -> dict[str, LinearErrors]:
     """The errors of a group's linears."""
     algorithm, inputs = method.algorithm, group.inputs
     assert isinstance(algorithm, Measuring)
     hessian = None if inputs is None else inputs.hessian
     with full_precision(group.linears[0].weight.device):
-        signal = {linear.name: _energy(_copied(linear.weight), hessian) for linear in group.linears}
+        signal = {linear.name: _energy(_copy(linear.weight), hessian) for linear in group.linears}
         noise: dict[str, list[float | None]] = {linear.name: [] for linear in group.linears}
         for option in options:
             if option.recipe is None:
@@ -185,7 +185,7 @@ def _noise(group: Group, recipe: Recipe, algorithm: Algorithm, hessian: Tensor |
     return found
 
 
-def _copied(weight: Tensor) -> Tensor:
+def _copy(weight: Tensor) -> Tensor:
     """In fp32, and in memory of its own: kernels may add in another order where a tensor is aligned otherwise."""
     return weight.detach().to(torch.float32, copy=True)
 

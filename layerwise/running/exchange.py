@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerwise.formats.assignment import Formats, recipe_of
 from layerwise.stages.targets import Target
-from layerwise.weights.rounding import rounded
+from layerwise.weights.rounding import round_weight
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import format_of, row_multiple, shared_amax, specs_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -43,7 +43,7 @@ def entries_of(
             f"{name}: its decision has a weight {tuple(decided.shape)}; expected {tuple(weight.shape)}, that of the "
             "linear"
         )
-    parts = rounded(weight if decided is None else decided, recipe, quantizer)
+    parts = round_weight(weight if decided is None else decided, recipe, quantizer)
     return {**parts, **{f"{QUANTIZER}{key}": value for key, value in quantizer.items()}}
 
 
@@ -92,7 +92,7 @@ class Exchange:
                 start = end
             self._put(name, own.pop(name) if here else arrived)
 
-    def finished(self) -> tuple[dict[str, QuantizedTensor], dict[str, dict[str, Tensor]]]:
+    def assemble(self) -> tuple[dict[str, QuantizedTensor], dict[str, dict[str, Tensor]]]:
         """The quantized weight and the quantizer of each target; call it once all linears are there.
 
         Raises:

@@ -28,9 +28,9 @@ from layerwise.weights.shards import (
     empty_quantizer,
     empty_weight,
     home_of,
-    kept,
+    keep_box,
     kept_quantizer,
-    rounded_box,
+    round_box,
     store_box,
 )
 from qtensor.scales.high_precision import HighPrecisionWeight
@@ -80,7 +80,7 @@ class StageOutcome:
             **({"kv_amax": dict(self.kv_amax)} if self.kv_amax else {}),
         }
 
-    def once_saved(self) -> "StageOutcome":
+    def drop_saved(self) -> "StageOutcome":
         """What is still needed of it when a checkpoint has it."""
         return replace(self, quantizers={})
 
@@ -113,7 +113,7 @@ def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) ->
     """This rank's rows of a stage's result. Call it once the stage is sharded again."""
     params = stage.params()
     return StageOutcome(
-        weights={target.name: kept(calibrated.weights[target.name], target) for target in stage.targets},
+        weights={target.name: keep_box(calibrated.weights[target.name], target) for target in stage.targets},
         quantizers={}
         if writes_weights
         else {
@@ -149,7 +149,7 @@ def placeholders(stage: Stage, recipe: Formats, note: Mapping[str, Any], *, writ
     }
 
 
-def restored_outcome(
+def restore_outcome(
     stage: Stage, recipe: Formats, note: Mapping[str, Any], state: Mapping[str, Tensor], source: Weights
 ) -> StageOutcome:
     """The outcome of a stage from its saved state.
@@ -171,7 +171,7 @@ def restored_outcome(
             quantizers[target.name] = own
             box = dense_box(target, source.read(target.param) if isinstance(source, OnDisk) else None)
             dense = box.to(getattr(torch, note["gathered"][target.name]))
-            weights[target.name] = rounded_box(dense, own, recipe_of(recipe, target.name), target)
+            weights[target.name] = round_box(dense, own, recipe_of(recipe, target.name), target)
     changed = {name: state[name] for name in note["dense"]}
     pairs = tuple((tuple(names), name, kind) for names, name, kind in note["pairs"])
     kv_amax = note.get("kv_amax", {})

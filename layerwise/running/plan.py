@@ -171,7 +171,7 @@ class CalibrationPlan:
             "the layers and their order": decides["stages"],
             "the weights to quantize and their order": decides["targets"],
             "the model's parameters and their order": [
-                f"{name} {value.dtype} {list(value.shape)}{_placed(value)}" for name, value in named
+                f"{name} {value.dtype} {list(value.shape)}{_describe_placement(value)}" for name, value in named
             ],
         }
 
@@ -181,7 +181,7 @@ class CalibrationPlan:
         return {**dict(plain_parameters(self.model)), **dict(plain_buffers(self.model))}
 
 
-def planned(  # noqa: PLR0913 - keyword-only
+def make_plan(  # noqa: PLR0913 - keyword-only
     model: nn.Module,
     options: Options,
     *,
@@ -247,7 +247,7 @@ def _warn_of_adapters(model: nn.Module) -> None:
         )
 
 
-def _placed(value: Tensor) -> str:
+def _describe_placement(value: Tensor) -> str:
     """How a parameter is cut over a mesh, in words."""
     return f" on {tuple(value.device_mesh.shape)} {value.placements}" if isinstance(value, DTensor) else ""
 

@@ -11,7 +11,7 @@ from fsdp_hooks.wrappers import plain_buffers
 from layerwise.formats.assignment import Assignment, recipe_of
 from layerwise.formats.candidates import Menu
 from layerwise.report.report import Report
-from layerwise.rotating.written import written
+from layerwise.rotating.written import find_written
 from layerwise.running.kv_cache import kv_scales
 from layerwise.running.outcome import StageOutcome
 from layerwise.running.plan import CalibrationPlan
@@ -69,7 +69,7 @@ def result_of(plan: CalibrationPlan, outcomes: Sequence[StageOutcome], resumed: 
         entries |= outcome.dense
         if plan.options.kv_cache is not None:
             entries |= kv_scales(plan.options.kv_cache, outcome.kv_amax)
-    for name, param in written(plan.model).items():
+    for name, param in find_written(plan.model).items():
         entries.setdefault(name, param.detach())
     entries |= _markers(plan.model)
     report = Report(

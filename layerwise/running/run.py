@@ -47,7 +47,7 @@ class Resumable(Protocol):
     def to_json(self) -> Any:
         """What a checkpoint notes beside them."""
 
-    def once_saved(self) -> Self:
+    def drop_saved(self) -> Self:
         """What is still needed of it when a checkpoint has it."""
 
     def apply(self, stage: Stage, /) -> None:
@@ -81,11 +81,11 @@ class LayerwiseRun(ABC, Generic[K]):
         self.checkpoint: CalibrationCheckpoint | None = None
 
     @abstractmethod
-    def finish(self, stage: Stage, replay: Replay, tell: Callable[[str], None]) -> None:
+    def work_on(self, stage: Stage, replay: Replay, tell: Callable[[str], None]) -> None:
         """Do a stage's work while it is held; `tell` tells events."""
 
     @abstractmethod
-    def kept(self, stage: Stage) -> K:
+    def keep(self, stage: Stage) -> K:
         """What is kept of the stage that was finished last, which is sharded again."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ class LayerwiseRun(ABC, Generic[K]):
         """Raise ValueError where what a checkpoint notes of some stages is not theirs."""
 
     @abstractmethod
-    def restored(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[K]:
+    def restore(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[K]:
         """What a checkpoint has of some stages."""
 
     def calibrate_stages(self, data: Any, directory: str | Path | None) -> None:
@@ -123,7 +123,7 @@ class LayerwiseRun(ABC, Generic[K]):
                         self._save(stage)
                     self.observer.done()
             if self.checkpoint is not None and not self.finished:
-                self.checkpoint.finish(self._digest())
+                self.checkpoint.mark_finished(self._digest())
 
     def _recorded(self, data: Any) -> Recorder:
         """A recorder that has taken in all data of this rank."""
@@ -164,9 +164,9 @@ class LayerwiseRun(ABC, Generic[K]):
     def _calibrate(self, stage: Stage) -> None:
         with ExitStack() as turn:
             replay = self._begin(stage, turn)
-            self.finish(stage, replay, lambda kind: self._tell(stage, kind))
+            self.work_on(stage, replay, lambda kind: self._tell(stage, kind))
         self._end(stage)
-        self.outcomes.append(self.kept(stage))
+        self.outcomes.append(self.keep(stage))
 
     def _take_finished(self, stage: Stage) -> None:
         """Take a finished stage's turn: make its outputs, and put its result into the model."""
@@ -300,7 +300,7 @@ class LayerwiseRun(ABC, Generic[K]):
         self._release_outside()  # loaded tensors are laid out like the shards
         self.resumed, self.finished = found.next_layer, found.finished
         for window in found.windows:
-            self.outcomes += self.restored(checkpoint, window)
+            self.outcomes += self.restore(checkpoint, window)
         if self.resumed == len(self.plan.stages):
             for stage, outcome in zip(self.plan.stages, self.outcomes, strict=True):
                 outcome.apply(stage)
@@ -323,7 +323,7 @@ class LayerwiseRun(ABC, Generic[K]):
                 names=[one.name for one in self.unsaved],
             )
             self.tell_late(stage, "checkpoint", {"directory": window.directory})
-        self.outcomes[first:] = [outcome.once_saved() for outcome in chosen]
+        self.outcomes[first:] = [outcome.drop_saved() for outcome in chosen]
         self.unsaved = []
 
     def _digest(self) -> dict[str, int]:

@@ -29,12 +29,12 @@ class Search(LayerwiseRun[StageErrors]):
         assert isinstance(recipe, Menu)
         return recipe
 
-    def finish(self, stage: Stage, replay: Replay, tell: Callable[[str], None]) -> None:
+    def work_on(self, stage: Stage, replay: Replay, tell: Callable[[str], None]) -> None:
         """Measure a stage."""
         self.errors = measure_stage(stage, replay, self.method, self.menu, tell)
         self.tell_late(stage, "metrics", {"errors": self.errors.linears})
 
-    def kept(self, stage: Stage) -> StageErrors:
+    def keep(self, stage: Stage) -> StageErrors:
         """Its errors."""
         return self.errors
 
@@ -60,7 +60,7 @@ class Search(LayerwiseRun[StageErrors]):
             if not whole or [one["name"] for one in note] != names:
                 raise ValueError(f"{stage.title}: its note is {short(note)}, expected the errors of its linears")
 
-    def restored(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[StageErrors]:
+    def restore(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[StageErrors]:
         """The errors that a window notes."""
         return [
             StageErrors(tuple(LinearErrors(**{**one, "noise": tuple(one["noise"])}) for one in note))

@@ -12,7 +12,7 @@ _CALLER = ContextVar("caller", default="calibrate")
 
 
 @contextmanager
-def called(name: str) -> Iterator[None]:
+def calling(name: str) -> Iterator[None]:
     """Inside, the function that was called has this name."""
     token = _CALLER.set(name)
     try:

@@ -34,7 +34,7 @@ def rounds_of(method: Method, groups: Sequence[tuple[int, Sequence[Linear]]]) ->
     return [list(turn) for turn in zip_longest(*(_pieces(own, sizes, costs) for own in shares), fillvalue=())]
 
 
-def owned(method: Method, turn: Round, total: Callable[[int, int], Inputs | None]) -> dict[int, Inputs | None]:
+def own_statistics(method: Method, turn: Round, total: Callable[[int, int], Inputs | None]) -> dict[int, Inputs | None]:
     """The statistics of the groups that this rank has in a round. Call it on all ranks alike.
 
     Args:

@@ -147,7 +147,7 @@ def find_targets(
     return chosen
 
 
-def agreed_amaxes(targets: Iterable[Target], recipe: Formats) -> dict[str, Tensor | None]:
+def agree_on_amaxes(targets: Iterable[Target], recipe: Formats) -> dict[str, Tensor | None]:
     """The amax of every 2-D weight's shared scale, agreed between the weights that share it.
 
     For recipes of blocks under a global scale, the weights that an engine fuses share one, if their recipe is the same.

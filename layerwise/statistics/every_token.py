@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from layerwise.stages.experts import Expert, ExpertBlock
 from layerwise.statistics.expert_calls import (
     BlockCall,
-    called_with,
+    call_with,
     refusal,
     row_digests,
     rows_of_call,
@@ -118,7 +118,7 @@ class EveryToken:
             self._take_in_turn(turn, owner[0], product)
 
     def _take_routed(self, block: ExpertBlock, expert: Expert, product: Product) -> None:
-        call = self._called(block, product.names[0])
+        call = self._call(block, product.names[0])
         if not block.stacked and expert not in self._inside:
             raise refusal(block, f"{product.names[0]} is used past the call of its expert {expert.fqn}")
         if block.stacked and product.rows.numel() and not self._first.isdisjoint(product.names):
@@ -139,7 +139,7 @@ class EveryToken:
     def _before(self, block: ExpertBlock, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._turn is not None or self._probed is not None:  # a stacked block that is called by its BlockCall
             return
-        self._calls[block] = call = called_with(block, module, args, kwargs)
+        self._calls[block] = call = call_with(block, module, args, kwargs)
         tokens = call.tokens
         if not tokens.numel():
             return
@@ -212,7 +212,7 @@ class EveryToken:
     ) -> None:
         if self._turn is not None:
             return
-        call = self._called(block, expert.fqn)
+        call = self._call(block, expert.fqn)
         rows = rows_of_call(block, expert, module, args, kwargs)
         self._inside.add(expert)
         if rows.numel():
@@ -222,7 +222,7 @@ class EveryToken:
         if self._turn is None:
             self._inside.discard(expert)
 
-    def _called(self, block: ExpertBlock, name: str) -> BlockCall:
+    def _call(self, block: ExpertBlock, name: str) -> BlockCall:
         if block not in self._calls:
             raise refusal(block, f"{name} is used while the module around the experts is not called")
         return self._calls[block]

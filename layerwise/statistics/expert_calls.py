@@ -1,6 +1,6 @@
 """What a block of experts is called with, and what sends tokens to one of its experts.
 
-    call = called_with(block, module, args, kwargs)
+    call = call_with(block, module, args, kwargs)
     call.send(expert, call.tokens)          # all tokens to this one expert
 
 Experts of a list are called with the tokens. Stacked ones are called with the tokens, the number of this one expert for
@@ -46,7 +46,7 @@ class BlockCall:
     routed: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
-def called_with(block: ExpertBlock, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BlockCall:
+def call_with(block: ExpertBlock, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BlockCall:
     """The call of a block with these arguments.
 
     Raises:
@@ -63,7 +63,7 @@ def _list_call(block: ExpertBlock, args: tuple[Any, ...], kwargs: Mapping[str, A
     columns = frozenset.intersection(*(expert.columns for expert in block.experts))
     for value in (*args, *kwargs.values()):
         if _is_rows(value) and value.shape[-1] in columns:
-            return BlockCall(_copied(value), send)
+            return BlockCall(_copy(value), send)
     takes = f"of a K that all its experts take ({', '.join(map(str, sorted(columns))) or 'there is none'})"
     raise refusal(block, f"the module around the experts is called without tokens [.., K] {takes}")
 
@@ -86,7 +86,7 @@ def _stacked_call(block: ExpertBlock, module: nn.Module, args: tuple[Any, ...], 
     ):
         got = ", ".join(f"{name}={_words(value)}" for name, value in zip(names, found, strict=True))
         raise refusal(block, f"it is called with {got}; {STACKED_CALL}")
-    copy, chosen = _copied(tokens), numbers.detach().clone()
+    copy, chosen = _copy(tokens), numbers.detach().clone()
     beside = [value for name, value in bound.arguments.items() if name not in names]
 
     def call(*values: Tensor) -> None:
@@ -186,7 +186,7 @@ def _words(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _copied(tokens: Tensor) -> Tensor:
+def _copy(tokens: Tensor) -> Tensor:
     """[T, K]: experts that write into it do not change what the block computes with; torch counts their writes."""
     with torch.inference_mode(mode=False), torch.no_grad():
         return tokens.detach().reshape(-1, tokens.shape[-1]).clone(memory_format=torch.contiguous_format)

@@ -93,7 +93,7 @@ class Resident:
         registered = (one for owner in owners for own in (owner._parameters, owner._buffers) for one in own.values())
         tensors = {id(one): one for one in registered if one is not None and self._moves(one, tables)}
         homes = {key: tensor.data for key, tensor in tensors.items()}
-        with self._quantized_there(owners), whole(stage, high_precision(stage)):
+        with self._move_quantized(owners), whole(stage, high_precision(stage)):
             try:
                 for key, tensor in tensors.items():
                     tensor.data = homes[key].to(self.device or tensor.device, copy=True)
@@ -114,7 +114,7 @@ class Resident:
         return not isinstance(tensor, QuantizedTensor | HighPrecisionWeight) and not (id(tensor) in tables and there)
 
     @contextmanager
-    def _quantized_there(self, owners: Iterable[nn.Module]) -> Iterator[None]:
+    def _move_quantized(self, owners: Iterable[nn.Module]) -> Iterator[None]:
         """Replaces quantized parameters by copies on the device; nobody writes into these.
 
         They are new Parameters, since assigning the `data` of a quantized one is not defined.

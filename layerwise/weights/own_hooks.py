@@ -28,14 +28,14 @@ def own_hooks_may_fail(module: nn.Module, *kinds: str) -> Iterator[None]:
     own = {kind: {key: hook for key, hook in tables[kind].items() if not is_fsdp(hook)} for kind in kinds}
     try:
         for kind in kinds:
-            tables[kind].update({key: _tried(hook) for key, hook in own[kind].items()})
+            tables[kind].update({key: _try(hook) for key, hook in own[kind].items()})
         yield
     finally:
         for kind in kinds:
             tables[kind].update({key: hook for key, hook in own[kind].items() if key in tables[kind]})
 
 
-def _tried(hook: Callable[..., Any]) -> Callable[..., None]:
+def _try(hook: Callable[..., Any]) -> Callable[..., None]:
     def run(*args: Any) -> None:
         with suppress(Exception):
             hook(*args)

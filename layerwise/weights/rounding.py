@@ -21,7 +21,7 @@ PIECE_ELSEWHERE = 2**24
 Parts = dict[str, Tensor]
 
 
-def rounded(weight: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Parts:
+def round_weight(weight: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Parts:
     """The parts of a weight [N, K] under a quantizer, as `Format.encode_with` makes them of its values in fp32."""
     with full_precision(weight.device):
         found = encode_under(weight.detach(), recipe, quantizer)

@@ -39,7 +39,7 @@ def check_cuts(target: Target, recipe: Recipe | None) -> None:
         return
     columns = param.ndim - (2 if target.transposed else 1)  # the dim of the parameter that is K
     dims = [getattr(place, "dim", None) for place in param.placements]
-    if target.transposed and any(_strided(place) for place in param.placements):
+    if target.transposed and any(_is_strided(place) for place in param.placements):
         raise ValueError(
             f"{target.name} {tuple(param.shape)} is stored transposed and placed {param.placements}: FSDP and tensor "
             "parallelism cut the same dim of it; exclude it, or let one of them cut another dim"
@@ -74,7 +74,7 @@ def box_of(target: Target) -> Box:
     return tuple([*box[:-2], box[-1], box[-2]] if target.transposed else box)
 
 
-def kept(full: QuantizedTensor, target: Target) -> QuantizedTensor | DTensor:
+def keep_box(full: QuantizedTensor, target: Target) -> QuantizedTensor | DTensor:
     """A copy of this rank's box of a calibrated weight, on its shard's device; a DTensor if the parameter is one."""
     box, recipe = box_of(target), full.recipe
     parts = {
@@ -88,7 +88,7 @@ def kept_quantizer(quantizer: Mapping[str, Tensor], target: Target, recipe: Reci
     """This rank's box of the quantizer, in the layout of the parameter."""
     box, home = box_of(target), home_of(target.param)
     return {
-        name: _placed_like(_cut(value, box, target, recipe).to(home), value.shape, target)
+        name: _place_like(_cut(value, box, target, recipe).to(home), value.shape, target)
         for name, value in quantizer.items()
     }
 
@@ -100,19 +100,19 @@ def empty_quantizer(target: Target, recipe: Recipe) -> dict[str, Tensor]:
     box, home = box_of(target), home_of(target.param)
     shapes = {name: _cut(value, box, target, recipe).shape for name, value in quantizer.items()}
     return {
-        name: _placed_like(torch.empty(shapes[name], dtype=value.dtype, device=home), value.shape, target)
+        name: _place_like(torch.empty(shapes[name], dtype=value.dtype, device=home), value.shape, target)
         for name, value in quantizer.items()
     }
 
 
 def empty_weight(target: Target, recipe: Recipe) -> QuantizedTensor | DTensor:
-    """An uninitialised tensor like the one that `kept` returns, to load into."""
+    """An uninitialised tensor like the one that `keep_box` returns, to load into."""
     shape, home = [part.stop - part.start for part in box_of(target)], home_of(target.param)
     parts = {spec.name: torch.empty(spec.shape(shape), dtype=spec.dtype, device=home) for spec in specs_of(recipe)}
     return _quantized_box(target, parts, recipe)
 
 
-def rounded_box(
+def round_box(
     dense: Tensor, quantizer: Mapping[str, Tensor], recipe: Recipe, target: Target
 ) -> QuantizedTensor | DTensor:
     """The box `dense` rounded under the same box of a quantizer, in the layout of the parameter."""
@@ -151,7 +151,7 @@ def home_of(param: Tensor) -> torch.device:
     return torch.device("cpu") if local.is_meta else local.device
 
 
-def _strided(place: Any) -> bool:
+def _is_strided(place: Any) -> bool:
     """Whether FSDP has cut what tensor parallelism had cut along the same dim: not a plain Shard, but has a dim."""
     return hasattr(place, "dim") and type(place) is not Shard
 
@@ -197,7 +197,7 @@ def _placements(target: Target, *, columns: bool = True) -> list[Any]:
     return placed
 
 
-def _placed_like(local: Tensor, shape: torch.Size, target: Target) -> Tensor:
+def _place_like(local: Tensor, shape: torch.Size, target: Target) -> Tensor:
     """A box as a DTensor of global `shape`, placed like the parameter; what has no rows is replicated."""
     param = target.param
     if not isinstance(param, DTensor):

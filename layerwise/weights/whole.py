@@ -52,11 +52,11 @@ def whole(stage: Stage, dense: Mapping[Place, nn.Parameter]) -> Iterator[None]:
                 if param is None or (rest is None and not isinstance(param, DTensor)):
                     continue
                 if id(param) not in full:
-                    full[id(param)] = nn.Parameter(_gathered(param, rest), requires_grad=False)
+                    full[id(param)] = nn.Parameter(_gather(param, rest), requires_grad=False)
                 stood.append((owner, name, param))
                 owner._parameters[name] = full[id(param)]
         yield
-        for param, values in [(param, _checked(owner, name, param)) for owner, name, param in stood]:
+        for param, values in [(param, _check(owner, name, param)) for owner, name, param in stood]:
             _store(values, param)
     finally:
         for owner, name, param in stood:
@@ -64,7 +64,7 @@ def whole(stage: Stage, dense: Mapping[Place, nn.Parameter]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _gathered(param: nn.Parameter, rest: nn.Parameter | None) -> Tensor:
+def _gather(param: nn.Parameter, rest: nn.Parameter | None) -> Tensor:
     """All values of a parameter, in memory of its own; `rest`: the shards, if they are dense and gathers are not."""
     if rest is None:
         assert isinstance(param, DTensor)
@@ -85,7 +85,7 @@ def _gathered(param: nn.Parameter, rest: nn.Parameter | None) -> Tensor:
     return values.to(param.device, param.dtype, copy=True)  # mixed precision gathers in another dtype
 
 
-def _checked(owner: nn.Module, name: str, param: nn.Parameter) -> Tensor:
+def _check(owner: nn.Module, name: str, param: nn.Parameter) -> Tensor:
     """What stands in the place of a parameter at the end."""
     now = owner._parameters[name]
     if now is None or now.shape != param.shape:

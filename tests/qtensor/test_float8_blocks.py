@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.algorithms.solvers.clipping import rounded
+from layerwise.algorithms.solvers.clipping import round_trip
 from qtensor import Float8BlockScaling, Float8CurrentScaling, Float8Tensor, QuantizedTensor, quantize, use_kernels
 from qtensor.spec.registry import encode, format_of
 from tests.qtensor.recipes_under_test import same_bytes, same_parts, weight
@@ -97,7 +97,7 @@ def test_a_quantizer_rounds_values_as_storing_them_does(recipe: Any) -> None:
     """What calibration computes on: smaller last blocks have scales of their own there, too."""
     x, fmt = weight(200, 331, torch.float32), format_of(recipe)
     quantizer = fmt.quantizer(x, recipe, None)
-    assert same_bytes(rounded(x, recipe, quantizer), fmt.decode(fmt.encode_with(x, recipe, quantizer), recipe))
+    assert same_bytes(round_trip(x, recipe, quantizer), fmt.decode(fmt.encode_with(x, recipe, quantizer), recipe))
 
 
 @pytest.fixture

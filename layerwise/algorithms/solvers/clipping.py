@@ -46,7 +46,7 @@ def finite_or_zero(weight: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), values, torch.zeros_like(values))
 
 
-def rounded(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Tensor:
+def round_trip(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Tensor:
     """fp32 [N, K], the values that x decodes to once it is stored under this quantizer."""
     fmt = format_of(recipe)
     enc, dec = (spread(scales, recipe, x.shape[-1]) for scales in fmt.grid(recipe, quantizer))
@@ -86,7 +86,9 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
         ratios: in descending order, beginning with 1.
     """
     found: list[Clipped | None] = [None] * len(group.linears)
-    for members in sharing(group.linears) if _served(recipe) is None else [[i] for i in range(len(group.linears))]:
+    for members in (
+        sharing(group.linears) if _columns_a_scale(recipe) is None else [[i] for i in range(len(group.linears))]
+    ):
         linears = [group.linears[i] for i in members]
         weights = [finite_or_zero(one.weight) for one in linears]
         best: list[Tensor] = []
@@ -96,8 +98,8 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
             for w, one in zip(weights, linears, strict=True):
                 each = torch.tensor(ratio, dtype=torch.float32, device=w.device)
                 quantizer = scaled_quantizer(w, recipe, one.amax, each)
-                errors.append(_local_error(rounded(w, recipe, quantizer) - w, recipe, local_hessian))
-            if _served(recipe) is None:
+                errors.append(_local_error(round_trip(w, recipe, quantizer) - w, recipe, local_hessian))
+            if _columns_a_scale(recipe) is None:
                 errors = [torch.stack(errors).sum(dim=0)] * len(errors)
             if not least:
                 best, least = [torch.full_like(error, ratio) for error in errors], errors
@@ -109,7 +111,7 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
     return [one for one in found if one is not None]
 
 
-def _served(recipe: Recipe) -> int | None:
+def _columns_a_scale(recipe: Recipe) -> int | None:
     """How many columns one scale serves; 0 for the whole row, None for the whole tensor."""
     spec = next(spec for spec in specs_of(recipe) if spec.name == "scale")
     return spec.block if spec.per_row else None
@@ -117,7 +119,7 @@ def _served(recipe: Recipe) -> int | None:
 
 def _local_error(off: Tensor, recipe: Recipe, local_hessian: Tensor) -> Tensor:
     """The local error of `off` [N, K] for each scale, shaped like its scales."""
-    block = _served(recipe)
+    block = _columns_a_scale(recipe)
     tiles = tile(off, SUB_BLOCK).transpose(0, 1)  # [b, N, 16]
     each = (torch.bmm(tiles, local_hessian) * tiles).sum(dim=-1).t()  # [N, b]
     if block is None:

@@ -116,16 +116,16 @@ class _Span:
         self.tiles = [(few * unit).t().contiguous() for few in rows]  # [K, rows] each
         scale, _ = self.fmt.grid(recipe, own)
         self.scales = scale.shape[1] if scale.ndim else 0  # of each row; 0: all rows share one
-        self.amax = self._shared([self._blocks(tile).abs().amax(dim=1).t() for tile in self.tiles], torch.amax)
+        self.amax = self._reduce_shared([self._blocks(tile).abs().amax(dim=1).t() for tile in self.tiles], torch.amax)
         self.largest = -self.fmt.snap(torch.full_like(unit, -torch.inf), recipe)  # of INT4 8: 7 is the positive one
         if hessian is not None:
             moments = [self._moments(tile, hessian) for tile in self.tiles]
-            self.norm, self.reach = (self._shared(list(each), torch.sum) for each in zip(*moments, strict=True))
+            self.norm, self.reach = (self._reduce_shared(list(each), torch.sum) for each in zip(*moments, strict=True))
 
     def errors(self, quantizer: Quantizer) -> Tensor:
         """fp64, one for each scale."""
         grid = [self._per_tile(scale) for scale in self._grid(quantizer)]
-        return self._shared([self._errors(*each) for each in zip(self.tiles, *grid, strict=True)], torch.sum)
+        return self._reduce_shared([self._errors(*each) for each in zip(self.tiles, *grid, strict=True)], torch.sum)
 
     def least_errors(self, quantizer: Quantizer) -> Tensor:
         """A lower bound of the errors: no element decodes to more than the largest; see above."""
@@ -164,7 +164,7 @@ class _Span:
         sums = (error * weighed).sum(dim=1).double()  # [K // 16, rows]
         return self._blocks(sums).sum(dim=1).t()
 
-    def _shared(self, per_tile: list[Tensor], reduce: Callable[..., Tensor]) -> Tensor:
+    def _reduce_shared(self, per_tile: list[Tensor], reduce: Callable[..., Tensor]) -> Tensor:
         """[rows, scales] of each tile, reduced over the rows that share a scale; all rows of a square block get it."""
         per_row, rows = torch.cat(per_tile), row_multiple(self.recipe)
         if not self.scales:

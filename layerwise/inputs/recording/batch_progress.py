@@ -46,7 +46,7 @@ class BatchProgress:
         known = {"calls": [*self.calls], "live": {**self.live}, "last_use": {**self.last_use}}
         return BatchProgress(self.batch, **known, cautious=self.cautious)  # type: ignore[arg-type]
 
-    def finish(self, index: int, layers: int) -> None:
+    def forget(self, index: int, layers: int) -> None:
         """Forget the inputs of a layer that is done, and outputs that no layer after it takes; there are `layers`."""
         call = self.calls[index]
         # The parent runs again for the next layer, and may pass it a tensor that it passed to this one.

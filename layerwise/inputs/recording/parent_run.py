@@ -28,8 +28,8 @@ from layerwise.inputs.values.ambient import Ambient
 from layerwise.inputs.values.caches import CacheState, is_cache, is_empty
 from layerwise.inputs.values.calls import (
     Call,
-    Fixed,
     EarlierOutput,
+    Fixed,
     Shape,
     Statics,
     is_value,
@@ -257,7 +257,7 @@ class ParentRun:
             self._check_attributes(index, name, leaf)
         if id(leaf) in self.links:
             _, count, link = self.links[id(leaf)]
-            if not isinstance(leaf, Tensor) or (version(leaf) == count and self._untouched(leaf, link)):
+            if not isinstance(leaf, Tensor) or (version(leaf) == count and self._is_untouched(leaf, link)):
                 return link
         if id(leaf) in self.again:
             _, count, kept = self.again[id(leaf)]
@@ -289,7 +289,7 @@ class ParentRun:
             self.disorder = refusals.attribute_of_a_tensor(name, self.fqns[index], own[0])
             raise self.disorder
 
-    def _untouched(self, leaf: Tensor, link: EarlierOutput) -> bool:
+    def _is_untouched(self, leaf: Tensor, link: EarlierOutput) -> bool:
         """Whether a stand-in's output still holds what it held: a write past torch does not raise the version."""
         output = self.progress.outputs.get(link.layer)
         return output is None or output.leaves[link.leaf].holds(leaf)

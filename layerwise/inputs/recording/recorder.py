@@ -35,7 +35,7 @@ from layerwise.inputs.recording.parent_run import ParentRun
 from layerwise.inputs.recording.shared_objects import SharedObjects
 from layerwise.inputs.values.batches import Data, batches_of
 from layerwise.inputs.values.calls import Call, Returned, Statics, restore_container
-from layerwise.inputs.values.stand_ins import Placeholder, swapped, without_placeholders
+from layerwise.inputs.values.stand_ins import Placeholder, swap_in, without_placeholders
 from layerwise.inputs.values.stores import Store
 from layerwise.inputs.values.structure import flatten
 
@@ -242,7 +242,7 @@ class Recorder:
                 self._execute(run)
                 run.commit()
             progress.outputs[index], progress.shapes[index] = kept, kept.shape
-            progress.finish(index, last)
+            progress.forget(index, last)
         if behind:
             run = self._run = ParentRun(progress, 0, self.layers, last, last)
             run.rehearses = True
@@ -267,7 +267,7 @@ class Recorder:
             for container, state in progress.left:
                 restore_container(container, state)
             progress.left = []
-            progress.finish(index, len(self.layers))
+            progress.forget(index, len(self.layers))
         self._shared.check()
         self._statics.forget()
 
@@ -333,7 +333,7 @@ class Recorder:
             self._run.given(index, name)
 
         try:
-            with swapped(self.model, [layer for _, layer in self.layers], called, given):
+            with swap_in(self.model, [layer for _, layer in self.layers], called, given):
                 yield
         finally:
             self._run = None

@@ -27,13 +27,13 @@ def check_alone(replay: LayerReplay) -> None:
     """
     if not len(replay):
         return
-    alone = replay.run_compared(0)
-    inside = replay.recorder.in_place(replay.stage.index, 0, lambda: replay.run_compared(0))
+    alone = replay.run_and_compare(0)
+    inside = replay.recorder.in_place(replay.stage.index, 0, lambda: replay.run_and_compare(0))
     if inside is None or _same(alone, inside):
         return
     devices = {leaf.device for leaf in flatten(alone)[0] if isinstance(leaf, Tensor)} | {torch.device("cpu")}
-    again, before = replay.run_compared(0), _random_states(devices)  # after what the model left behind
-    if not _same(again, replay.run_compared(0)):
+    again, before = replay.run_and_compare(0), _random_states(devices)  # after what the model left behind
+    if not _same(again, replay.run_and_compare(0)):
         if any(not torch.equal(one, other) for one, other in zip(before, _random_states(devices), strict=True)):
             raise _refusal(replay, "draws random numbers", "switch that off")
         if devices != {torch.device("cpu")}:

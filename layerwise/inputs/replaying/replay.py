@@ -54,7 +54,7 @@ class LayerReplay:
         """The layer's output for one batch, and what it left for later layers elsewhere."""
         return self._run(batch)
 
-    def run_compared(self, batch: int) -> LayerOutput:
+    def run_and_compare(self, batch: int) -> LayerOutput:
         """As `run`; it also finds arguments that the layer writes into past torch's counts, and later runs tell."""
         return self._run(batch, compare=True)
 

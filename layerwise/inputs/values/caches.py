@@ -36,7 +36,7 @@ class CacheState:
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         layers = getattr(cache, "layers", None)
-        self._layers = [(layer, _copied(vars(layer))) for layer in layers] if isinstance(layers, list) else None
+        self._layers = [(layer, _copy(vars(layer))) for layer in layers] if isinstance(layers, list) else None
         self._length = None if self._layers is not None else cache.get_seq_length()
         # A write shows in the tensor's version; torch counts none for inference tensors, so for those in the values.
         self._were = [(one, one.clone() if one.is_inference() else version(one)) for one in self.tensors()]
@@ -64,8 +64,8 @@ class CacheState:
         del self.cache.layers[len(self._layers) :]
         for layer, state in self._layers:
             layer.__dict__.clear()
-            layer.__dict__.update(_copied(state))
+            layer.__dict__.update(_copy(state))
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+def _copy(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(value) if isinstance(value, list | dict) else value for name, value in state.items()}

@@ -142,7 +142,7 @@ class StandIn(nn.Module):
 
 
 @contextmanager
-def swapped(
+def swap_in(
     model: nn.Module,
     layers: Sequence[nn.Module],
     called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],

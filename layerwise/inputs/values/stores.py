@@ -56,21 +56,21 @@ class StoredTensor:
         """
         # never an inference tensor, even if the model's forward makes them: torch counts no writes of those
         with torch.inference_mode(mode=False), torch.no_grad():
-            return self._made()
+            return self._make()
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor has these very bits."""
         with torch.no_grad():
-            return is_ordinary(tensor) and same_bits(self._made(), tensor.detach())
+            return is_ordinary(tensor) and same_bits(self._make(), tensor.detach())
 
-    def _made(self) -> Tensor:
+    def _make(self) -> Tensor:
         raise NotImplementedError
 
 
 class _InMemory(StoredTensor):
     def __init__(self, tensor: Tensor, place: torch.device | str) -> None:
         self._home = tensor.device
-        base, self._shape = _unexpanded(tensor)
+        base, self._shape = _undo_expand(tensor)
         self._held = base.to(place, copy=True)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -80,7 +80,7 @@ class _InMemory(StoredTensor):
         with torch.no_grad():
             return is_ordinary(tensor) and same_bits(self._held.to(self._home).expand(self._shape), tensor.detach())
 
-    def _made(self) -> Tensor:
+    def _make(self) -> Tensor:
         return self._held.to(self._home, copy=True).expand(self._shape)
 
 
@@ -90,14 +90,14 @@ class _Whole(StoredTensor):
     def __init__(self, tensor: Tensor) -> None:
         self._held = tensor.clone()
 
-    def _made(self) -> Tensor:
+    def _make(self) -> Tensor:
         return self._held.clone()
 
 
 class _OnDisk(StoredTensor):
     def __init__(self, tensor: Tensor, path: Path) -> None:
         self._home, self._dtype, self._path = tensor.device, tensor.dtype, path
-        base, self._shape = _unexpanded(tensor)
+        base, self._shape = _undo_expand(tensor)
         # Written in the order of memory, so that the strides come back too.
         self._order = sorted(range(base.dim()), key=lambda dim: (-base.stride()[dim], -base.shape[dim]))
         memory = resolved(base).permute(self._order).to("cpu").contiguous()
@@ -105,7 +105,7 @@ class _OnDisk(StoredTensor):
         path.write_bytes(memory_of(memory))
         weakref.finalize(self, path.unlink, missing_ok=True)
 
-    def _made(self) -> Tensor:
+    def _make(self) -> Tensor:
         memory = torch.empty(self._stored, dtype=self._dtype, device="cpu")
         if memory.numel():
             with self._path.open("rb") as file:
@@ -118,14 +118,14 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same dtype, shape, device and bits."""
     if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
         return False
-    (one, shape), (other, others) = _unexpanded(one), _unexpanded(other)
+    (one, shape), (other, others) = _undo_expand(one), _undo_expand(other)
     if shape != others or one.shape != other.shape:
         return False
     integers = INTEGERS.get(one.element_size(), torch.uint8)  # compares NaN and -0.0 by their bits
     return torch.equal(*(resolved(side).contiguous().reshape(-1).view(integers) for side in (one, other)))
 
 
-def _unexpanded(tensor: Tensor) -> tuple[Tensor, torch.Size]:
+def _undo_expand(tensor: Tensor) -> tuple[Tensor, torch.Size]:
     """The tensor without what `expand` repeated, and the shape to expand to again."""
     base = tensor.detach()
     for dim, stride in enumerate(tensor.stride()):

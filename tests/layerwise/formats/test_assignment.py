@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from layerwise import Assignment
-from layerwise.formats.assignment import all_recipes, assigned, recipe_of
+from layerwise.formats.assignment import all_recipes, assign, recipe_of
 from layerwise.formats.candidates import Candidate, LinearGroup
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
@@ -27,7 +27,7 @@ GROUPS = tuple(group(f"layers.{number}", error) for number, error in enumerate((
 
 
 def test_a_budget_is_spent_where_errors_are_largest() -> None:
-    found = assigned(GROUPS, 5.5)  # 400 more bits than all in NVFP4: one step of 375
+    found = assign(GROUPS, 5.5)  # 400 more bits than all in NVFP4: one step of 375
     assert {name: recipe for name, recipe in found.recipes.items() if recipe != NVFP4} == dict.fromkeys(
         GROUPS[1].names, MXFP8
     )
@@ -35,7 +35,7 @@ def test_a_budget_is_spent_where_errors_are_largest() -> None:
     assert found.error == math.fsum((0.1, 0.005, 1 / 3, 0.2))
     assert found.bound is not None
     assert found.bound <= found.error
-    assert found.at(16) == assigned(GROUPS, 16)
+    assert found.at(16) == assign(GROUPS, 16)
     assert {*found.at(16).recipes.values()} == {None}
     assert found.at(4.5).bits_per_weight == 4.5
     assert str(found) == f"6 weights {NVFP4}, 2 weights {MXFP8}"
@@ -46,17 +46,17 @@ def test_budgets_that_do_not_fit() -> None:
         with pytest.raises(
             ValueError, match=rf"bits_per_weight={budget} is less than .*, scales included; give 4.5 or"
         ):
-            assigned(GROUPS, budget)
+            assign(GROUPS, budget)
     for nothing in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="expected a positive number"):
-            assigned(GROUPS, nothing)
+            assign(GROUPS, nothing)
     for kind in ("5", True, None):
         with pytest.raises(TypeError, match=r"expected a number, such as 5\.0"):
-            assigned(GROUPS, kind)  # type: ignore[arg-type]
+            assign(GROUPS, kind)  # type: ignore[arg-type]
     for huge in (10**400, 2**1024, -(10**5000)):
         with pytest.raises(ValueError, match=r"^search_formats: bits_per_weight=.*; expected a positive number"):
-            assigned(GROUPS, huge)
-    found = assigned(GROUPS, 5.5)
+            assign(GROUPS, huge)
+    found = assign(GROUPS, 5.5)
     assert found.at(10**308) == found.at(16), "more than the largest candidates take"
     for budget, words in ((10**400, "expected a positive number"), (float("nan"), "expected a"), (1, "is less than")):
         with pytest.raises(ValueError, match=rf"^Assignment\.at: bits_per_weight=.*{words}"):
@@ -68,7 +68,7 @@ def test_budgets_that_do_not_fit() -> None:
 
 
 def test_it_is_read_as_it_was_saved(tmp_path: Path) -> None:
-    for assignment in (assigned(GROUPS, 8.0), Assignment({"a.weight": MXFP8, "b.weight": None})):
+    for assignment in (assign(GROUPS, 8.0), Assignment({"a.weight": MXFP8, "b.weight": None})):
         again = Assignment.load(assignment.save(tmp_path / "assignment.json"))
         assert again == assignment
         assert [*again.recipes] == [*assignment.recipes]
@@ -94,7 +94,7 @@ def test_it_keeps_gradients_and_reads_files_from_before_they_existed(tmp_path: P
     ],
 )
 def test_a_file_that_is_no_assignment(change: Any, tmp_path: Path) -> None:
-    path = assigned(GROUPS, 8.0).save(tmp_path / "assignment.json")
+    path = assign(GROUPS, 8.0).save(tmp_path / "assignment.json")
     record = json.loads(path.read_text())
     change(record)
     path.write_text(json.dumps(record))
@@ -116,19 +116,19 @@ def test_what_it_says_of_each_weight() -> None:
 
 
 def test_its_table() -> None:
-    text = assigned(GROUPS, 5.5).table()
+    text = assign(GROUPS, 5.5).table()
     lines = text.splitlines()
     assert [*lines[0].split()] == ["weights", "format", "bits", "error", "dB"]
     assert len(lines) == 5
     assert "layers.1.q_proj.weight and 1 more" in lines[2]
     assert lines[2].split()[-2:] == ["8.250", "-23.0"]
     assert lines[1].split()[-2:] == ["4.500", "-10.0"]
-    assert "dense" in assigned(GROUPS, 16).table()
+    assert "dense" in assign(GROUPS, 16).table()
 
 
 def test_recipes_of_the_fingerprint() -> None:
     """Two assignments decide the same bytes where their recipes do, whatever they were chosen from."""
-    found = assigned(GROUPS, 5.5)
+    found = assign(GROUPS, 5.5)
     assert Assignment(found.recipes).to_json() == found.to_json()
     assert found.to_json() != found.at(8).to_json()
     row = Assignment({"a.weight": Float8CurrentScaling()})

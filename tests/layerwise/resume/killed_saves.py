@@ -63,7 +63,7 @@ def run(directory: Path, step: int) -> bool:
         checkpoint = CalibrationCheckpoint(directory)
         checkpoint.open(RUN)
         checkpoint.save_window(1, 1, window(1), {"layer": 1})
-        checkpoint.finish(FINISHED)
+        checkpoint.mark_finished(FINISHED)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, status
@@ -79,7 +79,7 @@ def look(directory: Path) -> dict[str, Any]:
     if resumed.next_layer == 1:
         checkpoint.save_window(1, 1, window(1), {"layer": 1})
     if not resumed.finished:
-        checkpoint.finish(FINISHED)
+        checkpoint.mark_finished(FINISHED)
     again = CalibrationCheckpoint(directory).open(RUN)
     assert again is not None
     assert again.finished

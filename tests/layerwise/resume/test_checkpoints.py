@@ -137,7 +137,7 @@ def test_a_run_without_a_process_group_and_a_finished_one(tmp_path: Path) -> Non
         checkpoint.save_window(4, 4, dense(4))
     with pytest.raises(ValueError, match=r"extra of layers-00003-00003 can not be written as JSON: .*object"):
         checkpoint.save_window(3, 3, dense(3), object())
-    checkpoint.finish(FINISHED)
+    checkpoint.mark_finished(FINISHED)
     for weights in (RUN.weights, FINISHED):
         resumed = CalibrationCheckpoint(path).open(dataclasses.replace(RUN, weights=weights))
         assert resumed is not None
@@ -199,7 +199,7 @@ def test_a_kill_at_any_step_leaves_a_boundary(tmp_path: Path) -> None:
 )
 def test_a_damaged_window_and_those_behind_it_are_dropped(tmp_path: Path, harm: str, words: str) -> None:
     checkpoint = save_dense(tmp_path)
-    checkpoint.finish(FINISHED)
+    checkpoint.mark_finished(FINISHED)
     window = tmp_path / "layers-00001-00001"
     data = window / "__0_0.distcp"
     if harm in {"flip", "metadata"}:
@@ -465,7 +465,7 @@ def test_the_later_of_two_runs_has_the_directory(tmp_path: Path) -> None:
     resumed = second.open(RUN)
     assert resumed is not None
     before = contents(tmp_path)
-    for step in (lambda: first.save_window(1, 1, dense(99)), lambda: first.finish(FINISHED)):
+    for step in (lambda: first.save_window(1, 1, dense(99)), lambda: first.mark_finished(FINISHED)):
         with pytest.raises(RuntimeError, match=r"has been taken over by another run, \w{8} \(.*\); this run stops"):
             step()
     assert contents(tmp_path) == before

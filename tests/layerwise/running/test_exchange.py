@@ -64,7 +64,7 @@ def exchanged(name: str) -> list[str]:
         }
         exchange.take(names, own, owner)
         assert not own
-    weights, quantizers = exchange.finished()
+    weights, quantizers = exchange.assemble()
     return [bytes_of(part) for found in weights.values() for part in found.parts().values()] + [
         bytes_of(value) for found in quantizers.values() for value in found.values()
     ]
@@ -112,4 +112,4 @@ def test_experts_that_differ_in_what_they_share_are_refused() -> None:
         exchange.take([name], {name: entries_of(name, weight.detach(), None, quantizer, recipe)}, 0)
     text = r"experts.up: its experts came to different values of amax, of which one tensor \(3, 128, 256\) has only one"
     with pytest.raises(ValueError, match=text):
-        exchange.finished()
+        exchange.assemble()

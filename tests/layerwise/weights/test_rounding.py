@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from layerwise.weights import rounding
-from layerwise.weights.rounding import put_values, rounded
+from layerwise.weights.rounding import put_values, round_weight
 from qtensor import QuantizedTensor
 from qtensor.numerics import tiles
 from qtensor.spec.registry import format_of, shared_amax
@@ -41,7 +41,7 @@ def test_pieces_are_those_of_the_whole(name: str, rows: int, monkeypatch: pytest
     expected = format_of(recipe).encode_with(x.float(), recipe, quantizer)
     monkeypatch.setitem(tiles.CHUNK, "cpu", rows * K)
     monkeypatch.setitem(rounding.PIECE, "cpu", rows * K)
-    parts = rounded(x, recipe, quantizer)
+    parts = round_weight(x, recipe, quantizer)
     assert parts.keys() == expected.keys()
     for key, part in parts.items():
         assert part.is_contiguous()
@@ -61,7 +61,7 @@ def test_experts_one_by_one_are_those_of_the_whole(name: str, monkeypatch: pytes
     parts = format_of(recipe).encode_with(x.float(), recipe, quantizer)
     for expert in range(3):
         own = {key: value[expert] if value.ndim else value for key, value in quantizer.items()}
-        for key, part in rounded(x[expert], recipe, own).items():
+        for key, part in round_weight(x[expert], recipe, own).items():
             assert same(part.reshape(-1), (parts[key][expert] if parts[key].ndim else parts[key]).reshape(-1)), key
     whole = QuantizedTensor.from_parts({key: part.contiguous() for key, part in parts.items()}, recipe, torch.bfloat16)
     monkeypatch.setitem(rounding.PIECE, "cpu", 2 * N * K)
@@ -73,5 +73,5 @@ def test_experts_one_by_one_are_those_of_the_whole(name: str, monkeypatch: pytes
 def test_a_weight_without_rows() -> None:
     for recipe in ALL.values():
         x = torch.empty(0, K, dtype=torch.bfloat16)
-        parts = rounded(x, recipe, quantizer_of(x, recipe))
+        parts = round_weight(x, recipe, quantizer_of(x, recipe))
         assert parts["payload"].shape[0] == 0
