@@ -29,6 +29,7 @@ import torch
 
 from tests import ranks
 from tests._rank_worker import TOLERATED_WARNINGS
+from tests.durations import record_durations
 
 # torch leaves the width of the CPU's vectors out of the keys of its cache on disk, and a machine may find what another
 # one has left there. In a directory for each width; inherited by the rank workers.
@@ -46,6 +47,7 @@ GOLDEN = Path(os.environ.get("QTENSOR_GOLDEN", REPO.parent / "shared" / "golden"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    record_durations(config)
     for tolerated in TOLERATED_WARNINGS:
         category = f"{tolerated.category.__module__}.{tolerated.category.__name__}"
         config.addinivalue_line("filterwarnings", f"ignore:{tolerated.message}:{category}")
