@@ -6,7 +6,7 @@ underscore.
 """
 
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -42,6 +42,7 @@ __all__ = [
     "is_watched",
     "is_zero_tensor",
     "local_of",
+    "locals_of",
     "make_wrapper",
     "mark_rows_dynamic",
     "mixed_precision",
@@ -221,6 +222,11 @@ def local_of(tensor: Tensor) -> Tensor:
     it is: compute with it, and write it, in no_grad.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """`local_of` each."""
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

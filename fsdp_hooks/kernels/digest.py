@@ -150,8 +150,11 @@ def _sums(blocks: Tensor, weights: Tensor) -> Iterator[Tensor]:
     """The sum of each block, for one piece of the blocks at a time."""
     words = blocks.shape[1]
     kernel = _narrow_sums if words == NARROW else _wide_sums
-    for piece in [blocks] if kernel.compiles(blocks) else blocks.split(EAGER // words):
-        yield kernel(piece, weights[:words])
+    if kernel.compiles(blocks):
+        yield kernel(blocks, weights[:words])
+        return
+    for piece in blocks.split(EAGER // words):
+        yield kernel.eager(piece, weights[:words])
 
 
 # The width is a constant and weights are loaded from memory, so that the compiled loops are vectorised.

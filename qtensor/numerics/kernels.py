@@ -26,7 +26,17 @@ from fsdp_hooks.kernels.compiled import COMPILED_FROM, Kernel, use_kernels
 from fsdp_hooks.lazy_bits import resolved
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import ragged, triton_kernels
-from qtensor.numerics.tiles import chunk_of, own_rows, packed_block, part_rows, pieces_of, rows_of, tiled, untiled
+from qtensor.numerics.tiles import (
+    CHUNK,
+    CHUNK_ELSEWHERE,
+    own_rows,
+    packed_block,
+    part_rows,
+    pieces_of,
+    rows_of,
+    tiled,
+    untiled,
+)
 from qtensor.spec import registry as formats
 from qtensor.spec.blocks import BlockFacts, canonical_nan, finite_amax, row_amax, scatter_blocks
 from qtensor.spec.codecs.rounding import is_armed
@@ -127,6 +137,7 @@ def row_amaxes(x: Tensor) -> Tensor:
     return (amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes)).reshape(*x.shape[:-1], 1)
 
 
+@functools.cache
 def shares_amax(recipe: Recipe) -> bool:
     """Whether `encode` uses an amax; it does not where every scale belongs to a block."""
     return shares_scale_along(recipe, 1, 2)
@@ -289,7 +300,7 @@ def _as_defined(x: Tensor) -> bool:
     """Whether to run the plain definition: while traced, while rounding stochastically, or for a small x."""
     if is_tracing() or is_armed():  # asked first: reading the size would put a guard on it into the caller's graph
         return True
-    small = min(COMPILED_FROM, chunk_of(x.device) // 2)  # a byte may hold two elements
+    small = min(COMPILED_FROM, CHUNK.get(x.device.type, CHUNK_ELSEWHERE) // 2)  # a byte may hold two elements
     return x.numel() == 0 or (use_kernels.mode != "compiled" and x.numel() < small)
 
 

@@ -22,7 +22,7 @@ from qtensor.scales.cut_blocks import CutBlocks
 from qtensor.spec.lens import OWN
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import keeps_history, tensor_wide
-from qtensor.tensor.contents import initial_value, write
+from qtensor.tensor.contents import write
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 SMALL = 2**18  # elements
@@ -45,8 +45,10 @@ def write_each(
             continue
         stacked = torch.stack([values[number] for number in numbers])
         known = [one for number in numbers if (one := agreed[number]) is not None]  # of all of them, or of none
-        amaxes, blocks = decided(stacked, recipe, cut, torch.stack(known) if known else None)
-        parts = kernels.encode(stacked, recipe, _each_amax(stacked, recipe, amaxes), blocks)
+        amaxes, blocks = decided(stacked, recipe, cut, torch.stack(known)) if known else (None, None)
+        if kernels.shares_amax(recipe):
+            amaxes = _each_amax(stacked, recipe, amaxes)
+        parts = kernels.encode(stacked, recipe, amaxes, blocks)
         for name, part in parts.items():  # [n, N, ..]; each on its own, since CUDA copies mixed dtypes one by one
             own = [getattr(shards[number], name) for number in numbers]
             copy_rows(own, part if own[0].ndim else part[:, 0, 0])
@@ -75,10 +77,8 @@ def claims_of(
     return [found[number] for number in range(len(shards))]
 
 
-def _each_amax(stacked: Tensor, recipe: Recipe, agreed: Tensor | None) -> Tensor | None:
-    """[n, N, 1]: the amax that decides each row's scale, of `agreed` [n, shared scales]; None without shared scales."""
-    if not kernels.shares_amax(recipe):
-        return None
+def _each_amax(stacked: Tensor, recipe: Recipe, agreed: Tensor | None) -> Tensor:
+    """[n, N, 1]: the amax that decides each row's scale: of `agreed` [n, shared scales], or else the values' own."""
     n, rows, _ = stacked.shape
     if agreed is not None:
         return agreed.unsqueeze(-1).expand(n, rows, 1)
@@ -121,7 +121,7 @@ def _is_plain(shard: QuantizedTensor) -> bool:
         shard.ndim == 2
         and shard._lens == OWN
         and shard._sharding.shards is None
-        and initial_value(shard) is None
+        and shard._preserved.value is None
         and not keeps_history(shard.recipe)
         and not shard.is_meta
     )

@@ -9,15 +9,83 @@ gradient in fp32 is not copied.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.torch_private import local_of, without_torch_function
-from qtensor.optim.masters import APART, Room, in_fp32
+from fsdp_hooks.torch_private import dtensor_like, local_of, locals_of, without_torch_function
+from qtensor.optim.masters import copy_many
 
 CHUNK = {"cpu": 2**22}  # elements; the optimizer's temporaries for that many still fit into the cache
 CHUNK_ELSEWHERE = 2**27  # enough to keep a GPU busy through a launch
+
+# torch's optimizers that treat each parameter on its own; any other may look at all gradients together
+APART = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adafactor,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+
+class Room:
+    """Memory on one device for fp32 gradients, reused for one chunk of parameters after the other.
+
+    It is allocated once a step, because fresh memory costs more than the writes into it.
+    """
+
+    def __init__(self, elements: int) -> None:
+        self._elements, self._used = elements, 0
+        self._memory: Tensor | None = None
+        self._due: list[tuple[Tensor, Tensor]] = []
+
+    @staticmethod
+    def elements_of(tensor: Tensor) -> int:
+        """How many elements a tensor takes up, in whole cache lines."""
+        return -(-tensor.numel() // 16) * 16
+
+    def clear(self) -> None:
+        """Make all of the memory free to take again."""
+        self._used = 0
+
+    def copy(self, source: Tensor) -> Tensor:
+        """Memory that `fill` makes an fp32 copy in."""
+        target = self.take(source)
+        self._due.append((target, source))
+        return target
+
+    def fill(self) -> None:
+        """Make all copies that were asked for."""
+        copy_many(self._due)
+        self._due = []
+
+    def take(self, like: Tensor) -> Tensor:
+        """Uninitialised fp32 of the shape and on the device of `like`."""
+        if self._memory is None:
+            self._memory = torch.empty(self._elements, dtype=torch.float32, device=like.device)
+        if like.device != self._memory.device:
+            return torch.empty(like.shape, dtype=torch.float32, device=like.device)
+        start, self._used = self._used, self._used + self.elements_of(like)
+        return self._memory[start : start + like.numel()].view(like.shape)
+
+
+class _Chunk(NamedTuple):
+    """Parameters of one step, and how many elements their gradients take up in a `Room`."""
+
+    params: list[Tensor]
+    elements: int
 
 
 def step_masters(
@@ -32,11 +100,12 @@ def step_masters(
         groups: parameter -> the number of its group.
     """
     apart = type(inner) in APART
-    chunks = list(_chunks(params, masters)) if apart else [params]
-    room = Room(max(_elements(chunk, masters) for chunk in chunks)) if apart else None  # another may keep gradients
+    chunks = list(_chunks(params, locals_of([masters[param] for param in params]))) if apart else [_Chunk(params, 0)]
+    # any other optimizer may keep gradients, which the next step would write over in a room
+    room = Room(max(chunk.elements for chunk in chunks)) if apart else None
     everything = [group["params"] for group in inner.param_groups]
     try:
-        for chunk in chunks:
+        for chunk, _ in chunks:
             try:
                 lend_gradients(chunk, masters, room)
                 if len(chunks) > 1:
@@ -52,22 +121,18 @@ def step_masters(
             group["params"] = own
 
 
-def _chunks(params: Sequence[Tensor], masters: Mapping[Tensor, Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters in runs of some elements, or of a single one that has more."""
+def _chunks(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[_Chunk]:
+    """The parameters in runs of some elements, or of a single one that has more; `masters`: the local ones."""
     chunk: list[Tensor] = []
-    held = 0
-    for param in params:
-        count = local_of(masters[param]).numel()
-        if chunk and held + count > CHUNK.get(param.device.type, CHUNK_ELSEWHERE):
-            yield chunk
-            chunk, held = [], 0
+    elements = 0
+    for param, master in zip(params, masters, strict=True):
+        count = Room.elements_of(master)
+        if chunk and elements + count > CHUNK.get(master.device.type, CHUNK_ELSEWHERE):
+            yield _Chunk(chunk, elements)
+            chunk, elements = [], 0
         chunk.append(param)
-        held += count
-    yield chunk  # an empty one where there are no parameters: the inner optimizer steps all the same
-
-
-def _elements(params: Sequence[Tensor], masters: Mapping[Tensor, Tensor]) -> int:
-    return sum(Room.of(local_of(masters[param]).numel()) for param in params)
+        elements += count
+    yield _Chunk(chunk, elements)  # an empty one where there are no parameters: the inner optimizer steps all the same
 
 
 def lend_gradients(params: Sequence[Tensor], masters: Mapping[Tensor, Tensor], room: Room | None) -> None:
@@ -89,3 +154,16 @@ def _take_gradients(params: Sequence[Tensor], masters: Mapping[Tensor, Tensor]) 
         master = masters[param]
         if master is not param:
             master.grad = None
+
+
+def in_fp32(grad: Tensor, master: Tensor, room: Room | None) -> Tensor:
+    """A gradient in its master's dtype: itself if it has that, else a copy; in a room, there once that is filled."""
+    if grad.dtype == master.dtype:
+        return grad
+    if not isinstance(grad, DTensor):
+        return room.copy(grad) if room and grad.layout is torch.strided else grad.to(master.dtype)
+    if isinstance(master, DTensor) and (grad.device_mesh, grad.placements) == (master.device_mesh, master.placements):
+        # without DTensor's dispatch, which takes longer than copying a small gradient
+        local = local_of(grad)
+        return dtensor_like(room.copy(local) if room else local.to(master.dtype), master)
+    return grad.to(master.dtype)

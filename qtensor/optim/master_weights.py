@@ -41,14 +41,15 @@ from fsdp_hooks.scale_sync import (
     scales_of,
     tell_sharing,
 )
-from fsdp_hooks.torch_private import local_of, without_torch_function
+from fsdp_hooks.torch_private import local_of, locals_of, without_torch_function
 from fsdp_hooks.versions import count_writes
 from qtensor.optim import master_states, optimizer_modes
 from qtensor.optim.batches import write_each
 from qtensor.optim.inner_step import step_masters
 from qtensor.optim.masters import check_trainable, copy_many, digests_of, master_of, outside_writes, refill
 from qtensor.optim.replicas import Replicas
-from qtensor.optim.step_agreement import TRAINED, Trained, agree, tell
+from qtensor.optim.step_agreement import TRAINED, Outcome, Trained, agree, tell
+from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -180,9 +181,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _move(self, move: Callable[[torch.optim.Optimizer], list[Tensor]], *, frozen: bool = False) -> None:
         """Have masters moved, and write the parameters that `move` returns: with `frozen`, those frozen since, too."""
         assert self._inner is not None
-        replicas = Replicas(self._named() if self._check_replicas else [])
+        replicas = Replicas(self._named()) if self._check_replicas else None
         try:
-            replicas.look()
+            if replicas is not None:
+                replicas.look()
             self._follow_outside_writes()
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 inner.update(master_states.options_of(group))
@@ -190,14 +192,19 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 group.update(master_states.options_of(inner))  # some optimizers keep state in their groups
             trained, dense, plain = self._agreeing(set(moved), frozen=frozen)
-            written = self._copy(plain)
+            copy_many([(shard, master) for _, shard, master in plain])
         except Exception:
             with contextlib.suppress(Exception):  # the error that led here is the one to report
                 tell(*self._agreeing(set(), frozen=frozen)[:2], self._labels, replicas)
             raise
-        self._write_back(trained, dense, written, replicas)
+        outcome = agree(trained, dense, self._labels, replicas)
+        written = self._requantize(trained, outcome) | {param for param, _, _ in plain}
+        count_writes(written)
+        low = (param for param, master in self._masters.items() if master is not param)
+        self._written.update(digests_of([param for param in low if param in written or param not in self._written]))
         self._publish_state(moved)
-        replicas.warn_of_none()  # now that all ranks are known to step the same parameters
+        if replicas is not None:
+            replicas.warn_of_none()  # now that all ranks are known to step the same parameters
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of any optimizer, with masters in it."""
@@ -274,10 +281,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _follow_outside_writes(self) -> None:
         """Give parameters that were written by others since (a load, a copy_) a new master."""
-        changed = outside_writes(self._written)
-        for param in changed:
-            refill(self._masters[param], param)
-        self._start_anew(changed)
+        if changed := outside_writes(self._written):
+            for param in changed:
+                refill(self._masters[param], param)
+            self._start_anew(changed)
 
     def _sync(self, first: int) -> None:
         """Make the scales of the groups from this number on agreed."""
@@ -287,7 +294,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _meeting(self, named: Sequence[tuple[str, Tensor]]) -> list[dist.ProcessGroup]:
         """The groups that cut these parameters or those the optimizer holds already; all ranks if replicas compare."""
         labels = self._labels | {param: label_of(name, param) for name, param in named}
-        everybody = Replicas(named if self._check_replicas else []).everybody
+        everybody = Replicas(named).everybody if self._check_replicas else []
         return list(dict.fromkeys([*meeting_of(list(labels.values()), cuts_of(list(labels))), *everybody]))
 
     def _agreeing(
@@ -301,17 +308,17 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         dense: list[tuple[str, Tensor, SharedScales]] = []
         plain: list[tuple[Tensor, Tensor, Tensor]] = []
         with without_torch_function():
-            for param, master in self._masters.items():
-                shard = local_of(param)
+            held = zip(locals_of(self._masters), locals_of(self._masters.values()), strict=True)
+            for (param, master), (shard, own) in zip(self._masters.items(), held, strict=True):
                 listed = param.requires_grad or (frozen and bool(self.state.get(param)))
                 if isinstance(shard, QuantizedTensor):
                     if listed or param in with_grad:
                         facts = param in with_grad, param in self._fresh
-                        trained.append(Trained(self._labels[param], param, shard, local_of(master), *facts))
+                        trained.append(Trained(self._labels[param], param, shard, own, *facts))
                     continue
                 if master is not param and param in with_grad:
-                    plain.append((param, shard, local_of(master)))
-                if listed and (scales := scales_of(param)) is not None:
+                    plain.append((param, shard, own))
+                if listed and isinstance(shard, HighPrecisionWeight) and (scales := scales_of(param)) is not None:
                     dense.append((self._labels[param], param, scales))
         return trained, dense, plain
 
@@ -320,39 +327,21 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         groups = list(enumerate(self.param_groups))[first:]
         return [pair for number, group in groups for pair in master_states.names_of(group, number)]
 
-    def _write_back(
-        self,
-        trained: list[Trained],
-        dense: list[tuple[str, Tensor, SharedScales]],
-        written: set[Tensor],
-        replicas: Replicas,
-    ) -> None:
-        """Masters -> quantized parameters; take note of what low-precision ones hold now, `written` ones among them."""
-        outcome = agree(trained, dense, self._labels, replicas)
-        # a host sync, rare once all have been written
+    def _requantize(self, trained: list[Trained], outcome: Outcome) -> set[Tensor]:
+        """Write the quantized parameters whose masters moved on any rank; returns those."""
+        # asking is a host sync: once each has been written, and while all take part in each step, nobody needs to ask
         wait = any(one.fresh or not one.stepped for one in trained)
         moves = outcome.moves() if wait else [True] * len(trained)
-        written = written | self._requantize(trained, outcome.scales, moves)
-        count_writes(written)
-        low = (param for param, master in self._masters.items() if master is not param)
-        self._written.update(digests_of([param for param in low if param in written or param not in self._written]))
-
-    def _copy(self, plain: list[tuple[Tensor, Tensor, Tensor]]) -> set[Tensor]:
-        copy_many((shard, master) for _, shard, master in plain)
-        return {param for param, _, _ in plain}
-
-    def _requantize(self, trained: list[Trained], scales: list[Tensor | None], moves: list[bool]) -> set[Tensor]:
-        """Write the quantized parameters that moved; returns those."""
-        moved = [(one, agreed) for one, agreed, yes in zip(trained, scales, moves, strict=True) if yes]
+        moved = [number for number, yes in enumerate(moves) if yes]
         write_each(
-            [one.shard for one, _ in moved],
-            [one.master for one, _ in moved],
-            [agreed for _, agreed in moved],
-            [one.cut for one, _ in moved],
+            [trained[number].shard for number in moved],
+            [trained[number].master for number in moved],
+            [outcome.scales[number] for number in moved],
+            [outcome.cuts[number] for number in moved],
         )
         # a shard without elements stays fresh: it cannot say that something moved
-        self._fresh -= {one.param for one, _ in moved if one.master.numel()}
-        return {one.param for one, _ in moved}
+        self._fresh -= {trained[number].param for number in moved if trained[number].master.numel()}
+        return {trained[number].param for number in moved}
 
     def _publish_state(self, params: Iterable[Tensor]) -> None:
         assert self._inner is not None

@@ -14,32 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_hooks.kernels.digest import digests
-from fsdp_hooks.torch_private import dtensor_like, foreach_copy, local_of, without_torch_function
+from fsdp_hooks.torch_private import foreach_copy, local_of, locals_of, without_torch_function
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.registry import specs_of
-from qtensor.tensor.contents import initial_value, preserve, values_of
+from qtensor.tensor.contents import preserve, values_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 BY_ROW = frozenset({"cpu"})  # where copying row by row is quick, if no view of each row is made for it
 LISTED = {Tensor, nn.Parameter, HighPrecisionWeight}  # classes that are copied by the list
-
-# torch's optimizers that treat each parameter on its own; any other may look at all gradients together
-APART = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adafactor,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.Adamax,
-        torch.optim.AdamW,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
 
 
 def check_trainable(kind: type[torch.optim.Optimizer], params: Iterable[object]) -> None:
@@ -94,11 +76,11 @@ def digests_of(params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 @torch.no_grad()
 def _table(params: Iterable[Tensor]) -> Tensor:
     """int64 [params, 2]."""
-    shards = [local_of(param) for param in params]
+    shards = locals_of(params)
     inits = {
         number: value
         for number, shard in enumerate(shards)
-        if isinstance(shard, QuantizedTensor) and (value := initial_value(shard)) is not None
+        if isinstance(shard, QuantizedTensor) and (value := shard._preserved.value) is not None
     }
     with without_torch_function():
         found = digests([*_bytes_of_each(shards), *([value] for value in inits.values())])
@@ -152,47 +134,6 @@ def refill(master: Tensor, param: Tensor) -> None:
         target.copy_(local)  # bit for bit: a step that adds nothing writes it back
 
 
-class Room:
-    """Memory on one device for fp32 gradients, reused for one chunk of parameters after the other.
-
-    It is allocated once a step, because fresh memory costs more than the writes into it.
-    """
-
-    def __init__(self, elements: int) -> None:
-        self._elements, self._used = elements, 0
-        self._memory: Tensor | None = None
-        self._due: list[tuple[Tensor, Tensor]] = []
-
-    @staticmethod
-    def of(numel: int) -> int:
-        """How many elements a tensor takes up, in whole cache lines."""
-        return -(-numel // 16) * 16
-
-    def clear(self) -> None:
-        """Make all of the memory free to take again."""
-        self._used = 0
-
-    def copy(self, source: Tensor) -> Tensor:
-        """Memory that `fill` makes an fp32 copy in."""
-        target = self.take(source)
-        self._due.append((target, source))
-        return target
-
-    def fill(self) -> None:
-        """Make all copies that were asked for."""
-        copy_many(self._due)
-        self._due = []
-
-    def take(self, like: Tensor) -> Tensor:
-        """Uninitialised fp32 of the shape and on the device of `like`."""
-        if self._memory is None:
-            self._memory = torch.empty(self._elements, dtype=torch.float32, device=like.device)
-        if like.device != self._memory.device:
-            return torch.empty(like.shape, dtype=torch.float32, device=like.device)
-        start, self._used = self._used, self._used + self.of(like.numel())
-        return self._memory[start : start + like.numel()].view(like.shape)
-
-
 def copy_many(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """target.copy_(source) of many tensors, in one call for each pair of dtypes: a GPU is slow to begin each."""
     alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
@@ -214,16 +155,3 @@ def copy_rows(targets: Sequence[Tensor], source: Tensor) -> None:
         foreach_copy([target.view(torch.uint8) for target in targets], list(rows))
     else:
         foreach_copy(list(targets), list(source.unbind()))
-
-
-def in_fp32(grad: Tensor, master: Tensor, room: Room | None) -> Tensor:
-    """A gradient in its master's dtype: itself if it has that, else a copy; in a room, there once that is filled."""
-    if grad.dtype == master.dtype:
-        return grad
-    if not isinstance(grad, DTensor):
-        return room.copy(grad) if room and grad.layout is torch.strided else grad.to(master.dtype)
-    if isinstance(master, DTensor) and (grad.device_mesh, grad.placements) == (master.device_mesh, master.placements):
-        # without DTensor's dispatch, which takes longer than copying a small gradient
-        local = local_of(grad)
-        return dtensor_like(room.copy(local) if room else local.to(master.dtype), master)
-    return grad.to(master.dtype)

@@ -1,11 +1,14 @@
 """What ranks agree on in an optimizer step, by one all-reduce: shared scales, and which masters moved.
 
     [claims of quantized shards that share scales .., 1 or 0 for each quantized parameter .., claims of dense shards ..,
-     0, which says nothing, digests of replicas .., where they are compared (replicas.py)]
+     0, which says nothing, digests of replicas .., if they are compared (replicas.py)]
 
-All trainable parameters that are gathered quantized take part every time, so that ranks never differ in what they
-reduce, and all groups that cut any parameter, so that no rank waits for one that trains none of a group's. If ranks do
-differ, or a rank failed in its step, all ranks raise before a quantized byte is written (see fsdp_hooks/ranks).
+What a claim is, and the rest of the story of scales, stands in qtensor/scales/__init__.py. All trainable parameters
+that are gathered quantized take part every time, so that ranks never differ in what they reduce, and all groups that
+cut any parameter, so that no rank waits for one that trains none of a group's. If ranks do differ, or a rank failed in
+its step, all ranks raise before a quantized byte is written (see fsdp_hooks/ranks). A rank whose parameters are neither
+sharded nor share scales has nobody to agree with, and exchanges nothing.
+
 Whether a master moved is known without reading it, except for fresh parameters (see master_weights.py): these are
 compared with their masters on their device, without a host sync.
 """
@@ -16,10 +19,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.ranks.exchange import Label
 from fsdp_hooks.ranks.partners import check_complete, pooled
-from fsdp_hooks.scale_sync import MEETING, SharedScales, max_over_groups, meeting_of, tell_groups
+from fsdp_hooks.scale_sync import MEETING, SharedScales, cuts_of, max_over_groups, meeting_of, tell_groups
 from fsdp_hooks.torch_private import local_of
 from qtensor.optim.batches import claims_of
 from qtensor.optim.replicas import Replicas
@@ -42,11 +46,6 @@ class Trained(NamedTuple):
     stepped: bool
     fresh: bool
 
-    @property
-    def cut(self) -> CutBlocks | None:
-        """The square blocks that its shards cut."""
-        return cut_blocks_of(self.param, self.shard.recipe)
-
 
 class Outcome(NamedTuple):
     """What was agreed on.
@@ -54,12 +53,14 @@ class Outcome(NamedTuple):
     Attributes:
         scales: what was agreed on for the scales of each parameter (`agreement.claim_of`, over all shards); None where
             it has none in common with other shards or parameters.
+        cuts: the square blocks that the shards of each parameter cut.
         order: the parameters' numbers, in the order of `moved`.
         moved: fp32 [parameters], 1 where some shard's master moved, else 0.
         together: the numbers of parameters that share one scale: where one of them moves, all are written.
     """
 
     scales: list[Tensor | None]
+    cuts: list[CutBlocks | None]
     order: list[int]
     moved: Tensor
     together: list[list[int]]
@@ -77,19 +78,21 @@ class _Terms(NamedTuple):
 
     Attributes:
         sharing: the numbers of the parameters that share scales, between shards or with other parameters.
+        cuts: the square blocks that the shards of each of them cut.
         groups: the groups over which each of them shares scales.
         members: groups that cut parameters -> the numbers of the parameters they cut, in the order of their labels.
         claiming: dense shards that share scales: label, scales, groups.
         meeting: the groups in which a rank takes part, whatever it has to say there.
-        replicas: what is compared over replicas.
+        replicas: what is compared over replicas; None: nothing.
     """
 
     sharing: list[int]
+    cuts: list[CutBlocks | None]
     groups: list[list[dist.ProcessGroup]]
     members: dict[tuple[dist.ProcessGroup, ...], list[int]]
     claiming: list[tuple[str, SharedScales, list[dist.ProcessGroup]]]
     meeting: list[dist.ProcessGroup]
-    replicas: Replicas
+    replicas: Replicas | None
 
     def labelled(self, trained: Sequence[Trained]) -> tuple[list[Label], list[list[dist.ProcessGroup]]]:
         """The labels and the groups of what is exchanged, in the order it is exchanged."""
@@ -97,29 +100,34 @@ class _Terms(NamedTuple):
         labels += [("moved", *(trained[number].label for number in numbers)) for numbers in self.members.values()]
         labels += [*(("claim", label) for label, _, _ in self.claiming), MEETING]
         groups = [*self.groups, *map(list, self.members), *(own for _, _, own in self.claiming), self.meeting]
-        return labels + self.replicas.labels, groups + self.replicas.groups
+        if self.replicas is not None:
+            labels, groups = labels + self.replicas.labels, groups + self.replicas.groups
+        return labels, groups
 
 
 def _terms(
     trained: Sequence[Trained],
     dense: Sequence[tuple[str, Tensor, SharedScales]],
     labels: Mapping[Tensor, str],
-    replicas: Replicas,
+    replicas: Replicas | None,
 ) -> _Terms:
-    meeting = meeting_of(list(labels.values()), replicas.cuts_of(list(labels)))
-    terms = _Terms([], [], {}, [], list(dict.fromkeys([*meeting, *replicas.everybody])), replicas)
-    for number, (one, cuts) in enumerate(zip(trained, replicas.cuts_of([one.param for one in trained]), strict=True)):
+    layouts_of, everybody = (cuts_of, []) if replicas is None else (replicas.cuts_of, replicas.everybody)
+    meeting = meeting_of(list(labels.values()), layouts_of(list(labels)))
+    terms = _Terms([], [], [], {}, [], list(dict.fromkeys([*meeting, *everybody])), replicas)
+    for number, (one, cuts) in enumerate(zip(trained, layouts_of([one.param for one in trained]), strict=True)):
         terms.members.setdefault(tuple(group for _, group in cuts), []).append(number)
         own: list[dist.ProcessGroup] = []
+        blocks: CutBlocks | None = None
         if cuts:
-            recipe, ndim, cut = one.shard.recipe, one.shard.ndim, one.cut
-            own = [group for dim, group in cuts if common_along(recipe, cut, dim, ndim)]
+            recipe, ndim, blocks = one.shard.recipe, one.shard.ndim, cut_blocks_of(one.param, one.shard.recipe)
+            own = [group for dim, group in cuts if common_along(recipe, blocks, dim, ndim)]
         if own or one.shard._partners is not None:
             terms.sharing.append(number)
+            terms.cuts.append(blocks)
             terms.groups.append(own)
     for numbers in terms.members.values():
         numbers.sort(key=lambda number: trained[number].label)
-    for (label, _, scales), cuts in zip(dense, replicas.cuts_of([param for _, param, _ in dense]), strict=True):
+    for (label, _, scales), cuts in zip(dense, layouts_of([param for _, param, _ in dense]), strict=True):
         own = [group for dim, group in cuts if scales.shared_along(dim)]
         if own or scales.partners is not None:
             terms.claiming.append((label, scales, own))
@@ -130,7 +138,7 @@ def agree(
     trained: Sequence[Trained],
     dense: Sequence[tuple[str, Tensor, SharedScales]],
     labels: Mapping[Tensor, str],
-    replicas: Replicas,
+    replicas: Replicas | None,
 ) -> Outcome:
     """Agree over all shards; a collective. Dense shards (storage="high_precision") adopt their scales here.
 
@@ -138,12 +146,14 @@ def agree(
         trained: the quantized parameters.
         dense: label, parameter and scales of each dense shard.
         labels: of all parameters of the optimizer, in any order.
-        replicas: what is compared over replicas, looked at already.
+        replicas: what is compared over replicas, looked at already; None: nothing.
 
     Raises:
         RuntimeError: on all ranks of a group: they do not list the same parameters, or one of them called `tell`; on
             all ranks, replicas differ.
     """
+    if replicas is None and not dense and _alone(trained, labels):
+        return Outcome([None] * len(trained), [None] * len(trained), [*range(len(trained))], _moved(trained), [])
     terms = _terms(trained, dense, labels, replicas)
     sharing, members, claiming = terms.sharing, terms.members, terms.claiming
     shards, masters = [trained[number].shard for number in sharing], [trained[number].master for number in sharing]
@@ -151,7 +161,7 @@ def agree(
     of_dense = [scales.partners for _, scales, _ in claiming]
     try:
         check_complete(WHAT, partners + of_dense, TRAINED)
-        values = claims_of(shards, masters, [trained[number].cut for number in sharing])
+        values = claims_of(shards, masters, terms.cuts)
         values += [_moved([trained[number] for number in numbers]) for numbers in members.values()]
         values += [scales.claim() for _, scales, _ in claiming]
         met = torch.zeros(1, dtype=torch.float32, device=_device(labels))
@@ -159,13 +169,16 @@ def agree(
         tell(trained, dense, labels, replicas)
         raise
     listed, over = terms.labelled(trained)
-    reduced, _ = max_over_groups(WHAT, listed, [*values, met, *replicas.values], over)
+    digests = [] if replicas is None else replicas.values
+    reduced, _ = max_over_groups(WHAT, listed, [*values, met, *digests], over)
     agreed, compared = reduced[: len(values)], reduced[len(values) + 1 :]
-    replicas.check(compared)
+    if replicas is not None:
+        replicas.check(compared)
     scales_agreed: list[Tensor | None] = [None] * len(trained)
+    cuts: list[CutBlocks | None] = [None] * len(trained)
     own = pooled([one and one.names for one in partners], [1] * len(sharing), agreed[: len(sharing)])
-    for number, claim in zip(sharing, own, strict=True):
-        scales_agreed[number] = claim
+    for number, claim, blocks in zip(sharing, own, terms.cuts, strict=True):
+        scales_agreed[number], cuts[number] = claim, blocks
     flags = agreed[len(sharing) : len(sharing) + len(members)]
     theirs = agreed[len(sharing) + len(members) :]
     theirs = pooled([one and one.names for one in of_dense], [scales.pooled for _, scales, _ in claiming], theirs)
@@ -178,17 +191,23 @@ def agree(
             together.setdefault(one.names, []).append(number)
     device = flags[0].device if flags else torch.device("cpu")
     moved = torch.cat([torch.zeros(0, dtype=torch.float32, device=device), *(own.to(device) for own in flags)])
-    return Outcome(scales_agreed, order, moved, list(together.values()))
+    return Outcome(scales_agreed, cuts, order, moved, list(together.values()))
 
 
 def tell(
     trained: Sequence[Trained],
     dense: Sequence[tuple[str, Tensor, SharedScales]],
     labels: Mapping[Tensor, str],
-    replicas: Replicas,
+    replicas: Replicas | None,
 ) -> None:
     """Called instead of `agree` on a rank that failed: the others raise instead of waiting for it."""
     tell_groups(*_terms(trained, dense, labels, replicas).labelled(trained), _device(labels))
+
+
+def _alone(trained: Sequence[Trained], labels: Mapping[Tensor, str]) -> bool:
+    """Whether no parameter of this rank is sharded or shares its scale, so that there is nobody to agree with."""
+    sharded = any(isinstance(param, DTensor) for param in labels)
+    return not sharded and all(one.shard._partners is None for one in trained)
 
 
 def _device(labels: Mapping[Tensor, str]) -> torch.device:
@@ -198,7 +217,7 @@ def _device(labels: Mapping[Tensor, str]) -> torch.device:
 
 def _moved(trained: Sequence[Trained]) -> Tensor:
     """fp32 [n]: whether the masters of this rank moved (1) or not (0)."""
-    device = trained[0].master.device
+    device = trained[0].master.device if trained else torch.device("cpu")
     if all(one.stepped for one in trained):
         flags = torch.ones(len(trained), dtype=torch.float32, device=device)
     else:

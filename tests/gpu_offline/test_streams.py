@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 NAMES = ("float8_row", "float8_tensor", "mxfp8_row", "nvfp4_row")
 SHARE_SCALES = ("float8_tensor", "nvfp4_row")  # between the shards of a weight
 READ = "aten._local_scalar_dense.default in"
-FOLLOWS = f"{READ} qtensor/optim/masters.py outside_writes"  # were parameters written by others?
-AGREES = f"{READ} fsdp_hooks/ranks/exchange.py largest"  # do ranks list the same weights?
-MOVES = f"{READ} qtensor/optim/step_agreement.py moves"  # once: did fresh masters move?
+FOLLOWS = f"{READ} optim/masters.py outside_writes"  # were parameters written by others?
+AGREES = f"{READ} ranks/exchange.py largest"  # do ranks list the same weights?
+MOVES = f"{READ} optim/step_agreement.py moves"  # once: did fresh masters move?
 STAGED = "Stream.synchronize in staging/stager.py _copied"
 COMPUTE, COPY_IN, GATHER, REDUCE = range(4)  # in the order in which FSDP2 makes its streams
 

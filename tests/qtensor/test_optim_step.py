@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize
 from qtensor.optim import inner_step, masters
-from qtensor.optim.masters import copy_many, in_fp32
+from qtensor.optim.inner_step import in_fp32
+from qtensor.optim.masters import copy_many
 from tests.qtensor.recipes_under_test import same_bytes
 from tests.recipes import ROW
 

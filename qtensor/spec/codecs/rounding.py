@@ -22,8 +22,8 @@ def power_of_two_floor(x: Tensor) -> Tensor:
 
 
 def is_armed() -> bool:
-    """Whether elements are being rounded stochastically."""
-    return not is_tracing() and _armed.get() is not None
+    """Whether elements are being rounded stochastically; not for code that may be traced."""
+    return _armed.get() is not None
 
 
 @contextmanager
