@@ -15,6 +15,8 @@ This package knows parts, not formats. It is the lowest of the packages and impo
     all_gather.py     the hooks that FSDP2 calls on a shard
     scale_sync.py     shards that share a scale agree on it: sync_scales
     unshard.py        one module's parameters, whole, during a `with` block: unsharded
+
+The life of a weight, from its building to its step, is drawn in qtensor/__init__.py.
 """
 
 from fsdp_hooks.scale_sync import sync_scales

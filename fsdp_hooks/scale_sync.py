@@ -1,8 +1,7 @@
 """Agreement on shared scales: all shards that share a scale hold the same value, by one fused all-reduce a group.
 
-Shards must agree over each mesh dim whose cut leaves one scale to several shards: over every sharding mesh dim for a
-tensor-wide scale, over those that cut K for a scale a row, over those that cut square blocks, and over none for other
-scales of blocks (replicas hold equal bytes already). The values of all weights are laid end to
+Shards must agree over each mesh dim whose cut leaves one scale to several shards; which ones a cut leaves, the shard
+itself tells (`SharedScales.shared_along`). Replicas hold equal bytes already. The values of all weights are laid end to
 end and reduced together, once for each distinct process group: 1 all-reduce for FSDP and HSDP, up to 2 for FSDP x TP,
 and a second one for a group whose values do not fit into the first (some thousands). The groups are read from the
 DTensor at the moment of use and stored nowhere. Values are matched by what they belong to, not by the order in which a

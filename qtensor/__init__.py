@@ -13,6 +13,25 @@ to the highest; each imports only what stands above it here, and fsdp_hooks:
     optim/     MasterWeightOptimizer
     model/     quantized weights in models that know nothing of them
     merging/   updates (trained adapters, say) merged into quantized weights
+
+The life of a weight under FSDP2, and the file of each stage:
+
+    built       quantized_model_init puts a QuantizedTensor into the place       model/model_init.py
+                of an nn.Linear's weight                                         tensor/quantized_tensor.py
+    sharded     fully_shard splits it along rows: each part is cut alike, and    ops/views.py: cut
+                copied into a shard with padding rows                            ops/table.py: new_zeros, copy_
+    filled      to_empty allocates the parts, and a load or an init writes       ops/table.py, tensor/contents.py: write
+                them; shards that share a scale agree on it                      scales/, fsdp_hooks/scale_sync.py
+    gathered    the bytes of the parts travel, and the whole weight is views     fsdp_hooks/all_gather.py
+                of what arrived
+    used        F.linear decodes the weight inside the product; the gradient     products/linear.py
+                is a plain tensor                                                numerics/kernels.py: decode
+    resharded   FSDP2 frees what arrived; the shard was never changed            torch, fsdp_hooks/unshard.py
+    gathered, used, resharded once more in backward; then FSDP2 reduces and scatters the gradient
+    stepped     gradient -> fp32 master -> agreed scales -> new bytes in the     optim/master_weights.py
+                same shard                                                       scales/, optim/batches.py
+
+With storage="high_precision" the shard stays dense, and is quantized as it is gathered: scales/high_precision.py.
 """
 
 from fsdp_hooks.kernels.compiled import use_kernels

@@ -14,7 +14,8 @@ elements that use a small part of their range), and not where they happen to fit
 (requantizing.py, float8_delayed.py).
 
 Scales from elsewhere are no fault: calibration searches for them, exact conversions and rows cut from a tensor keep
-them, files of others come with them. So a caller must know that the scales were made by quantizing.
+them, files of others come with them. So a caller must know that the scales were made by quantizing. How ranks come to
+the scales that they share is told in qtensor/scales/__init__.py.
 """
 
 import math

@@ -6,9 +6,10 @@
 One of the two holds for the whole of a weight that MasterWeightOptimizer trains (qtensor/optim): it always rounds to
 nearest, so the bytes of a step follow from the master.
 
-A piece need not know the amax of its whole weight. A scale that pieces share is among the parts, and only a few
+A piece of a weight need not know the amax of all of it. A scale that pieces share is among the parts, and only a few
 neighbouring fp32 numbers, taken as the amax, lead to that scale: the piece is written if one of them gives its bytes.
-The amax of the master itself is compared when all pieces have been seen.
+The amax of the master itself is compared when all pieces have been seen. How ranks come to the scales that they share
+is told in qtensor/scales/__init__.py.
 """
 
 import math

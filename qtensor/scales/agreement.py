@@ -1,5 +1,6 @@
 """What a quantized shard brings to an agreement on shared scales, and how it adopts the outcome.
 
+Stages 1 and 3 of the story in qtensor/scales/__init__.py, for one shard.
 A claim is one flat fp32 tensor, so that the claims of a whole model travel in one all-reduce:
 
     shared scales   [scale ..., amax of the preserved initial value ..., scale as it is ..., minus that ...,

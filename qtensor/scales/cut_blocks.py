@@ -3,8 +3,8 @@
     rows        0 ........ 40 ........ 80 .... 120        three ranks, 40 rows each
     blocks      0 ..... 32 ..... 64 ..... 96 ..... 128    blocks of 32 rows: 1 and 2 are cut, 0 and 3 are not
 
-A shard counts its blocks from where they begin in the whole matrix. The largest magnitudes in the pieces of cut
-blocks travel with the scales that shards share, in the same all-reduce, and all ranks take the maxima:
+Part of stage 1 of the story in qtensor/scales/__init__.py. A shard counts its blocks from where they begin in the whole
+matrix. The largest magnitudes in the pieces of cut blocks travel with the claims on other scales that shards share:
 
     [leading dims.., 2, cut blocks along N, blocks along K]      amax; 1 where an element is not finite, else 0
 

@@ -3,8 +3,8 @@
     scale of each = the scale that the largest magnitude among all of them asks for
 
 Each weight knows by name whose scale it shares (`Partners`); copies, shards and state dict entries of it know, too.
-What agrees on scales over shards (`sync_scales`, a step of MasterWeightOptimizer, a load of dense values) then agrees
-over partners, too, by the same all-reduce. Checkpoints do not hold it: shared scales are stored as any others.
+What agrees on scales over shards then agrees over partners, too, by the same all-reduce (see the story in
+qtensor/scales/__init__.py). Checkpoints do not hold it: shared scales are stored as any others.
 """
 
 from collections.abc import Iterable, Sequence
