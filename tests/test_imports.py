@@ -38,7 +38,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "dcp_adapters": (
         *("torch_private", "plain", "format", "delta.coding", "stored.reading", "stored", "save.staging", "save"),
         *("load", "convert", "hf.files", "hf.layouts", "hf.models", "hf.reading", "hf.exporting", "hf", "gguf"),
-        *("digests", "delta", "streams", "cli.report", "cli", "."),
+        *("digests", "delta", "streams", "cli", "cli.report", "."),
     ),
     "layerwise": (
         *("algorithms.algorithm", "algorithms.solvers", "algorithms", "formats", "stages", "weights", "statistics"),

@@ -1,10 +1,11 @@
 """The command line, `python -m dcp_adapters`.
 
-main.py                all commands: arguments, exit status; help_texts.py: what `--help` says
-diff.py                what two checkpoints hold that is not the same
-convert_checkpoint.py  a stored checkpoint into another format: recipe to recipe or dense, one tensor at a time;
-                       conversion_outcome.py: which tensors were rounded, and by how much
-report/                a page with pictures
+main.py         lists the commands, runs one, tells its errors
+arguments.py    arguments that several commands have
+printing.py     exit status, results, warnings
+report/         the command `report`: a page with pictures
 
-The work of inspect and verify is done in stored/ (verify of a Hugging Face directory in hf/), that of export in hf/.
+Each other file is the command of its name. A command has ABOUT and EXAMPLES, which `--help` shows, `add_arguments`, and
+`run`, which returns the exit status; it is imported when it is run. Most commands leave the work to other folders;
+diff and digest do it themselves.
 """

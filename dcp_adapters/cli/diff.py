@@ -1,4 +1,4 @@
-"""How two checkpoints differ: one tensor of each is in memory at a time.
+"""The command `diff`: how two checkpoints differ; one tensor of each is in memory at a time.
 
 Tensors are compared by their logical names, so a quantized one meets the dense one it was made from, and it does not
 matter how many ranks wrote either side. Where both sides have a tensor of one shape, the values of the first are the
@@ -6,6 +6,7 @@ reference of the error (see stored/numeric_error.py). The manifest and the check
 compared.
 """
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,15 +14,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcp_adapters.cli.arguments import add_json, add_progress, open_stored
+from dcp_adapters.cli.printing import FINE, FOUND, show
 from dcp_adapters.format.entry import Entry, parts_of
 from dcp_adapters.format.recipe_names import dtype_name
 from dcp_adapters.format.source import Stored
-from dcp_adapters.plain.progress_bar import Advance, unseen
+from dcp_adapters.plain.progress_bar import Advance, progress_bar, unseen
 from dcp_adapters.plain.tables import table
 from dcp_adapters.plain.words import in_natural_order
 from dcp_adapters.stored.numeric_error import SLICE, Error, error_between
 
 FORMAT = "dcp_adapters.diff/1"
+ABOUT = """\
+Compare two checkpoints tensor by tensor. Tensors are matched by name, whatever number of ranks wrote them; a quantized
+one is compared with a dense one, or with one of another recipe, by its dequantized values. For each tensor that
+differs: how many bytes, the largest absolute error, the relative error (Frobenius norm) and the signal-to-noise ratio
+of B, with A as the reference. One tensor of each is in memory at a time. Exit status 1 if anything differs."""
+EXAMPLES = """\
+examples:
+  %(prog)s saved-by-8-ranks saved-by-2-ranks
+  %(prog)s dense quantized                           how much did quantizing cost?"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    parser.add_argument("a", metavar="A", help="the reference")
+    parser.add_argument("b", metavar="B", help="what is compared with it")
+    add_json(parser)
+    add_progress(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare, and print what differs."""
+    a, b = open_stored(arguments.a), open_stored(arguments.b)
+    total = sum(tensor.nbytes for tensor in a.entries.values())
+    with progress_bar("comparing", total, enabled=arguments.progress) as advance:
+        found = diff(a, b, advance=advance)
+    show(found.to_json() if arguments.json else found.render())
+    return FOUND if found.differences else FINE
 
 
 @dataclass(frozen=True)

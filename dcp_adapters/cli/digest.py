@@ -1,14 +1,17 @@
-"""What the `digest` command finds: one value for each side, and the first tensor that differs."""
+"""The command `digest`: one value for each side, and the first tensor that differs."""
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dcp_adapters.cli.arguments import add_json, add_progress
+from dcp_adapters.cli.printing import FINE, FOUND, show
 from dcp_adapters.digests.stored import source_digests, stored_source
 from dcp_adapters.format.weight_sums import Difference, first_difference, whole_digest, with_twins
 from dcp_adapters.hf.exporting.sources import StoredSource
 from dcp_adapters.hf.reading.stored_directory import is_directory
-from dcp_adapters.plain.progress_bar import Advance, unseen
+from dcp_adapters.plain.progress_bar import Advance, progress_bar, unseen
 
 FORMAT = "dcp_adapters.digest/1"
 KINDS = {
@@ -16,6 +19,38 @@ KINDS = {
     "only_in_b": "only B has it",
     "other": "A and B hold other bytes, dtypes or shapes",
 }
+ABOUT = """\
+Print one value, 32 hex digits, for all weights of a checkpoint or a Hugging Face directory. It depends on the names,
+bytes, dtypes and shapes of the tensors alone: not on the number of ranks that wrote them, nor on the kind of directory.
+A live model has the same value in Python: dcp_adapters.digest(model). With B, tell the first tensor that differs, with
+exit status 1. Of a checkpoint, the subtree that holds the quantized weights counts; --prefix says another one. Where
+it was saved with QuantizedSavePlanner(digest=True), tell whether the tensors are what was recorded, too."""
+EXAMPLES = """\
+examples:
+  %(prog)s runs/step-1000
+  %(prog)s saved-by-8-ranks saved-by-2-ranks
+  %(prog)s runs/step-1000 exported                   does the engine load what was trained?
+  %(prog)s runs/step-1000 --json | jq .sides[0].tensors"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    parser.add_argument("a", metavar="A", help="a checkpoint or a Hugging Face directory")
+    parser.add_argument("b", metavar="B", nargs="?", help="what is compared with it")
+    parser.add_argument("--prefix", metavar="NAME.", help="what the names of the weights begin with, in checkpoints")
+    add_json(parser)
+    add_progress(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the digest of each side, and the first tensor that differs."""
+    paths = [arguments.a] if arguments.b is None else [arguments.a, arguments.b]
+    sources = opened(paths, arguments.prefix)
+    total = sum(tensor.nbytes for source in sources for tensor in source.entries.values())
+    with progress_bar("digesting", total, enabled=arguments.progress) as advance:
+        found = digest_of_each(paths, sources, advance=advance)
+    show(found.to_json() if arguments.json else found.render())
+    return FINE if found.sound else FOUND
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_adapters.cli.main import main
+from dcp_adapters.cli.main import COMMANDS, main
 from dcp_adapters.format.recipe_names import recipe_label, short_names, target_named
 from dcp_adapters.plain.tables import table
 from dcp_adapters.plain.words import in_natural_order
@@ -465,7 +465,7 @@ def test_a_progress_bar_is_for_terminals(checkpoint: str, monkeypatch: pytest.Mo
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [(), ("inspect",), ("report",), ("verify",), ("diff",), ("convert",), ("export",)])
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
 def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
@@ -473,6 +473,37 @@ def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert "examples:\n  python -m dcp_adapters " in text
     assert all(len(line) <= 120 for line in text.splitlines())
+
+
+ONE_COMMAND_ALONE = """
+import sys
+from dcp_adapters.cli.main import main
+
+def helped(*arguments):
+    try:
+        main([*arguments, "--help"])
+    except SystemExit:
+        return {name.removeprefix("dcp_adapters.") for name in sys.modules if name.startswith("dcp_adapters.")}
+
+shared = {"cli", "cli.main", "cli.printing"}
+loaded = helped()
+assert {name for name in loaded if name.startswith("cli")} == shared, loaded
+loaded = helped("inspect")
+assert {name for name in loaded if name.startswith("cli")} == {*shared, "cli.arguments", "cli.inspect"}, loaded
+assert not {name for name in loaded if name.startswith(("convert", "delta.files", "digests", "gguf", "hf.exporting"))}
+"""
+
+
+def test_a_command_imports_nothing_of_the_others() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_COMMAND_ALONE], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_argument_may_be_named_like_a_command(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(capsys, "inspect", "delta") == "delta: no such directory"
+    assert succeeds(capsys, "inspect", checkpoint, "--match", "convert")
 
 
 def test_an_interrupt_is_one_line(

@@ -1,5 +1,6 @@
-"""`report`: one page about one checkpoint, measured one tensor at a time.
+"""The command `report`: one page about one checkpoint, measured one tensor at a time.
 
+command.py     arguments, help, run
 records.py     what is known about each tensor and about the checkpoint, plain data
 tiles.py       a tensor as pieces of bounded size, with the parts they were decoded from
 elements.py    elements at the end of their format's range, codes that are no number
