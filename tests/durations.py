@@ -1,9 +1,10 @@
 """How long the tests take: measured by a run of them, and the table of CONTRIBUTING.md.
 
     QTENSOR_DURATIONS=build/durations.json make test     a run writes what each of its files took
-    python -m tests.durations build/durations.json       that run becomes one of the table's, under its machine and command
+    python -m tests.durations build/durations.json       that run becomes one of the table's
 
-`.ci/run` writes both of its runs. A run that chooses tests by name says nothing of the whole, and is refused here.
+The table has one run for each machine and command; `.ci/run` writes both of its runs. A run that chooses tests by name
+says nothing of the whole, and is refused here.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import time
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
+
+if TYPE_CHECKING:
+    import pytest
 
 VARIABLE = "QTENSOR_DURATIONS"
 KNOWN = Path(__file__).with_name("durations.json")
