@@ -8,7 +8,7 @@ from typing import Any
 from dcp_adapters.cli.arguments import add_json, add_progress
 from dcp_adapters.cli.printing import FINE, FOUND, show
 from dcp_adapters.digests.stored import source_digests, stored_source
-from dcp_adapters.format.weight_sums import Difference, first_difference, whole_digest, with_twins
+from dcp_adapters.format.weight_sums import DigestDifference, first_difference, whole_digest, with_twins
 from dcp_adapters.hf.exporting.sources import StoredSource
 from dcp_adapters.hf.reading.stored_directory import is_directory
 from dcp_adapters.plain.progress_bar import Advance, progress_bar, unseen
@@ -98,7 +98,7 @@ class Found:
     sides: list[Side]
 
     @property
-    def difference(self) -> Difference | None:
+    def difference(self) -> DigestDifference | None:
         """The first tensor that differs, in the order of A; None where nothing does, or there is no B."""
         if len(self.sides) < 2:
             return None

@@ -6,13 +6,13 @@ whoever brings them, in pieces of whatever size, writes the same frames.
 
 from dcp_adapters.delta.coding.changes import Changes, joined
 from dcp_adapters.delta.coding.codec import MOST_CHANGES, Coded, encoded
-from dcp_adapters.delta.layout import Layout
+from dcp_adapters.delta.layout import StateLayout
 
 
 class Encoder:
     """`add` for every tensor of every run that changed, in the order of the layout; then `frames`."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: StateLayout) -> None:
         self._runs = layout.runs
         self._place = {
             key: (number, start)

@@ -19,7 +19,7 @@ import torch
 
 from dcp_adapters.convert.convert_checkpoint import ConversionPlan, convert_checkpoint
 from dcp_adapters.delta.chain import check_chain, deltas_left
-from dcp_adapters.delta.layout import Layout
+from dcp_adapters.delta.layout import StateLayout
 from dcp_adapters.delta.make import Summed, delta_between, layout_of, refuse_other_layout, sum_of, summed
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import open_delta, save_delta
@@ -213,7 +213,7 @@ def _holds(out: Path, delta: Delta) -> bool:
         return False
 
 
-def _changed(layout: Layout, deltas: Sequence[Delta]) -> list[str]:
+def _changed(layout: StateLayout, deltas: Sequence[Delta]) -> list[str]:
     return [key for run in layout.runs for key in run.keys if any(any(delta.changes(key)) for delta in deltas)]
 
 

@@ -19,7 +19,7 @@ from dcp_adapters.format.recipe_names import dtype_name
 
 
 @dataclass(frozen=True)
-class Run:
+class DtypeRun:
     """The tensors of one dtype. starts: the position of the first unit of each, ascending."""
 
     dtype: torch.dtype
@@ -38,17 +38,17 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """What a state has: its tensors by name, and the names of its entries of bytes."""
 
     entries: Mapping[str, Entry]
     blobs: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(entries: Iterable[Entry], blobs: Iterable[str] = ()) -> "Layout":
+    def of(entries: Iterable[Entry], blobs: Iterable[str] = ()) -> "StateLayout":
         """That of a source: recipes as they are stored."""
         stored = (entry if entry.recipe is None else replace(entry, recipe=entry.recipe.stored) for entry in entries)
-        return Layout({entry.name: entry for entry in stored}, frozenset(blobs))
+        return StateLayout({entry.name: entry for entry in stored}, frozenset(blobs))
 
     @cached_property
     def parts(self) -> dict[str, PartShape]:
@@ -61,7 +61,7 @@ class Layout:
         return {entry.key(part): (entry.name, part) for entry in self.entries.values() for part in entry.parts()}
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[DtypeRun, ...]:
         """By the names of their dtypes; tensors by theirs."""
         by_dtype: dict[str, list[str]] = {}
         for key in sorted(self.parts):
@@ -72,7 +72,7 @@ class Layout:
             for key in keys:
                 starts.append(extent)
                 extent += math.prod(self.unit_shape(key))
-            found.append(Run(self.parts[keys[0]][0], tuple(keys), tuple(starts), extent))
+            found.append(DtypeRun(self.parts[keys[0]][0], tuple(keys), tuple(starts), extent))
         return tuple(found)
 
     def unit_shape(self, key: str) -> tuple[int, ...]:
@@ -85,7 +85,9 @@ class Layout:
         return sum(entry.nbytes for entry in self.entries.values())
 
 
-def layout_differences(a: Layout, b: Layout, sides: tuple[str, str] = ("the old state", "the new one")) -> list[str]:
+def layout_differences(
+    a: StateLayout, b: StateLayout, sides: tuple[str, str] = ("the old state", "the new one")
+) -> list[str]:
     """Why one state cannot become the other by changes of bytes, a sentence each, by name; empty where it can."""
     problems = []
     for name in sorted(a.entries.keys() | b.entries.keys()):

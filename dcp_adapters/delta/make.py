@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dcp_adapters.delta.coding.changes import changes_between
 from dcp_adapters.delta.encoder import Encoder
-from dcp_adapters.delta.layout import Layout, layout_differences
+from dcp_adapters.delta.layout import StateLayout, layout_differences
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.state_digest import blob_digest, state_digest
 from dcp_adapters.format.source import Source, Stored
@@ -20,7 +20,7 @@ from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
 class Summed:
     """A state in figures. sums: key -> byte sum of the part. blobs: name -> digest."""
 
-    layout: Layout
+    layout: StateLayout
     sums: Mapping[str, int]
     blobs: Mapping[str, str]
 
@@ -30,9 +30,9 @@ class Summed:
         return state_digest(self.layout, self.sums, self.blobs)
 
 
-def layout_of(source: Source) -> Layout:
+def layout_of(source: Source) -> StateLayout:
     """What a source has."""
-    return Layout.of(source.entries.values(), source.blobs if isinstance(source, Stored) else ())
+    return StateLayout.of(source.entries.values(), source.blobs if isinstance(source, Stored) else ())
 
 
 def summed(source: Source, *, advance: Advance = unseen) -> Summed:
@@ -85,7 +85,9 @@ def delta_between(
     return Delta.made(layout, (digests[0], digests[1]), encoder.frames(), changed, versions)
 
 
-def refuse_other_layout(old: Layout, new: Layout, sides: tuple[str, str] = ("the old state", "the new one")) -> None:
+def refuse_other_layout(
+    old: StateLayout, new: StateLayout, sides: tuple[str, str] = ("the old state", "the new one")
+) -> None:
     """Raise ValueError where one state cannot become the other by changes of bytes."""
     problems = layout_differences(old, new, sides)
     if problems:
@@ -95,7 +97,7 @@ def refuse_other_layout(old: Layout, new: Layout, sides: tuple[str, str] = ("the
         )
 
 
-def refuse_empty(layout: Layout) -> None:
+def refuse_empty(layout: StateLayout) -> None:
     """Raise ValueError where two states hold nothing: a delta between them would say that they are equal."""
     if not layout.entries and not layout.blobs:
         raise ValueError("both states hold no tensors, so nothing leads from one to the other")

@@ -12,7 +12,7 @@ from dcp_adapters.delta.coding.changes import Changes
 from dcp_adapters.delta.coding.codec import Coded, checked, decoded
 from dcp_adapters.delta.coding.damage import damaged
 from dcp_adapters.delta.coding.zstd import compressed, decompressed
-from dcp_adapters.delta.layout import Layout
+from dcp_adapters.delta.layout import StateLayout
 from dcp_adapters.plain.words import short
 
 LEVEL = 19  # of zstd, for entries of bytes
@@ -20,7 +20,7 @@ Read = Callable[[str], bytes]  # the bytes of a frame or an entry, by `frame_nam
 
 
 @dataclass(frozen=True)
-class Frame:
+class CodedFrame:
     """A frame as the table knows it; `coded` has no data. run: number of the dtype's run. checksum: of its bytes."""
 
     run: int
@@ -51,8 +51,8 @@ class Delta:
 
     base: str
     result: str
-    layout: Layout
-    frames: tuple[Frame, ...]
+    layout: StateLayout
+    frames: tuple[CodedFrame, ...]
     blobs: tuple[Blob, ...]
     read: Read = field(compare=False, repr=False)
     base_version: int | None = None
@@ -61,7 +61,7 @@ class Delta:
 
     @staticmethod
     def made(
-        layout: Layout,
+        layout: StateLayout,
         states: tuple[str, str],
         frames: list[tuple[int, Coded]],
         blobs: Mapping[str, bytes],
@@ -72,7 +72,7 @@ class Delta:
         records, changed = [], []
         for number, (run, coded) in enumerate(frames):
             held[frame_name(number)] = coded.data
-            records.append(Frame(run, replace(coded, data=b""), checksum(coded.data)))
+            records.append(CodedFrame(run, replace(coded, data=b""), checksum(coded.data)))
         for number, (name, data) in enumerate(sorted(blobs.items())):
             stored = held[blob_name(number)] = compressed(data, LEVEL)
             changed.append(Blob(name, len(data), checksum(stored)))
@@ -152,8 +152,8 @@ class Delta:
         return {key: (number, at) for number, run in enumerate(self.layout.runs) for at, key in enumerate(run.keys)}
 
     @cached_property
-    def _frames_of(self) -> dict[int, list[tuple[int, Frame]]]:
-        found: dict[int, list[tuple[int, Frame]]] = {}
+    def _frames_of(self) -> dict[int, list[tuple[int, CodedFrame]]]:
+        found: dict[int, list[tuple[int, CodedFrame]]] = {}
         for index, frame in enumerate(self.frames):
             found.setdefault(frame.run, []).append((index, frame))
         return found
@@ -184,7 +184,7 @@ class Delta:
         return data
 
 
-def _following(frames: list[tuple[int, Frame]], place: int) -> int | None:
+def _following(frames: list[tuple[int, CodedFrame]], place: int) -> int | None:
     """Where the next frame of a run begins; None after the last."""
     return frames[place + 1][1].coded.start if place + 1 < len(frames) else None
 

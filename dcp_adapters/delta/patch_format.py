@@ -26,8 +26,8 @@ from torch import Tensor
 from dcp_adapters.delta.coding.codec import Coded
 from dcp_adapters.delta.coding.damage import damaged
 from dcp_adapters.delta.coding.zstd import compressed, decompressed
-from dcp_adapters.delta.layout import Layout
-from dcp_adapters.delta.patch import Blob, Delta, Frame, Read, blob_name, checksum, frame_name
+from dcp_adapters.delta.layout import StateLayout
+from dcp_adapters.delta.patch import Blob, CodedFrame, Delta, Read, blob_name, checksum, frame_name
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.recipe_names import dtype_name
 from dcp_adapters.plain.durable import give_file_name, hidden_name, sync
@@ -181,18 +181,20 @@ def _header(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
     return header
 
 
-def _parsed_table(record: Any) -> tuple[Layout, tuple[Frame, ...], tuple[Blob, ...]]:
+def _parsed_table(record: Any) -> tuple[StateLayout, tuple[CodedFrame, ...], tuple[Blob, ...]]:
     recipes = [Recipe.from_json(recipe) for recipe in record["recipes"]]
     entries = {}
     for name, (number, dtype, shape) in record["entries"].items():
         recipe = None if number is None else recipes[_count(number)]
         entries[name] = Entry(name, recipe, tuple(map(_count, shape)), DTYPES[dtype])
     frames = tuple(
-        Frame(_count(run), Coded(_count(start), _count(count), _count(shift), tuple(map(_count, lengths)), b""), check)
+        CodedFrame(
+            _count(run), Coded(_count(start), _count(count), _count(shift), tuple(map(_count, lengths)), b""), check
+        )
         for run, start, count, shift, lengths, check in record["frames"]
     )
     blobs = tuple(Blob(name, min(_count(size), MOST_BLOB), check) for name, size, check in record["changed_blobs"])
-    return Layout(entries, frozenset(record["blobs"])), frames, blobs
+    return StateLayout(entries, frozenset(record["blobs"])), frames, blobs
 
 
 def _count(value: Any) -> int:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.delta.layout import Layout, layout_differences
+from dcp_adapters.delta.layout import StateLayout, layout_differences
 from dcp_adapters.format.expand import entry_of, expand_leaf, plain_leaf, refuse_hidden
 from dcp_adapters.format.placements import placement_problem
 from dcp_adapters.hf.models.adapters import renamed
@@ -45,7 +45,7 @@ class Shard:
 class Shards:
     """All of a rank, in the same order on all ranks; `layout` is the same on all ranks, too."""
 
-    layout: Layout
+    layout: StateLayout
     held: Mapping[str, Shard]
 
     @staticmethod
@@ -71,7 +71,7 @@ class Shards:
             for part, tensor in parts.items():
                 key = entries[-1].key(part)
                 held[key] = _shard(key, tensor.detach(), group)
-        layout = Layout.of(entries)
+        layout = StateLayout.of(entries)
         return Shards(layout, {key: held[key] for run in layout.runs for key in run.keys})
 
     @property
@@ -121,7 +121,7 @@ class Shards:
         return dict(zip(self.held, sums.tolist(), strict=True))
 
 
-def refuse_other_ranks(layout: Layout, deltas: Sequence[str], group: dist.ProcessGroup | None) -> None:
+def refuse_other_ranks(layout: StateLayout, deltas: Sequence[str], group: dist.ProcessGroup | None) -> None:
     """Compare what ranks are about to add up, and what leads there; a collective.
 
     Raises:

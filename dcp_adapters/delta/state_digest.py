@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 import xxhash
 
-from dcp_adapters.delta.layout import Layout
+from dcp_adapters.delta.layout import StateLayout
 from dcp_adapters.format.weight_sums import PartSum, tensor_digest, whole_digest
 
 
-def state_digest(layout: Layout, sums: Mapping[str, int], blobs: Mapping[str, str]) -> str:
+def state_digest(layout: StateLayout, sums: Mapping[str, int], blobs: Mapping[str, str]) -> str:
     """32 hexadecimal digits.
 
     Args:

@@ -1,8 +1,8 @@
 """Where tensors come from: a live state dict, a checkpoint on disk, a Hugging Face directory.
 
-    Source   entries, and their parts as whole tensors, one entry at a time
-    Group    some entries of a source on their way to the ranks that keep them
-    Stored   a source on disk: its files, entries that are bytes, the place of each entry in a nested state dict
+    Source        entries, and their parts as whole tensors, one entry at a time
+    TensorGroup   some entries of a source on their way to the ranks that keep them
+    Stored        a source on disk: its files, entries that are bytes, the place of each entry in a nested state dict
 
 Names, recipes and shapes are known at once; nothing is read before it is asked for. No process group and no model are
 needed, except that reading the shards of a live state dict is a collective.
@@ -40,7 +40,7 @@ class Keep:
         return self.rank is None or self.rank == rank_of(None)
 
 
-class Group:
+class TensorGroup:
     """What `Source.begin` has begun."""
 
     def parts(self, name: str) -> dict[str, Tensor] | None:
@@ -93,7 +93,7 @@ class Source:
 
     # -- of live shards ------------------------------------------------------------------------------------------------
 
-    def begin(self, names: Sequence[str], keep: Keep) -> Group:
+    def begin(self, names: Sequence[str], keep: Keep) -> TensorGroup:
         """Begin to read these tensors. For shards this is a collective: all ranks call it alike."""
         return _Read(self, keep)
 
@@ -110,7 +110,7 @@ class Source:
         return None
 
 
-class _Read(Group):
+class _Read(TensorGroup):
     """Tensors that are read when they are asked for, by the ranks that keep them alone."""
 
     def __init__(self, source: Source, keep: Keep) -> None:

@@ -33,7 +33,7 @@ class PartSum(NamedTuple):
     total: int
 
 
-class Difference(NamedTuple):
+class DigestDifference(NamedTuple):
     """A tensor that two sides do not hold alike: only one has it, or both have other bytes, dtypes or shapes."""
 
     name: str
@@ -62,14 +62,14 @@ def whole_digest(tensors: Mapping[str, str]) -> str:
     return _hashed(sorted(tensors.items()))
 
 
-def first_difference(a: Mapping[str, str], b: Mapping[str, str]) -> Difference | None:
+def first_difference(a: Mapping[str, str], b: Mapping[str, str]) -> DigestDifference | None:
     """The first tensor, in the order of `a`, that `b` does not hold alike, else the first that only `b` has."""
     for name, own in a.items():
         if name not in b:
-            return Difference(name, "only_in_a")
+            return DigestDifference(name, "only_in_a")
         if b[name] != own:
-            return Difference(name, "other")
-    return next((Difference(name, "only_in_b") for name in b if name not in a), None)
+            return DigestDifference(name, "other")
+    return next((DigestDifference(name, "only_in_b") for name in b if name not in a), None)
 
 
 def with_twins(tensors: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dcp_adapters.delta.coding.changes import Changes, changes_between, units
 from dcp_adapters.delta.encoder import Encoder
-from dcp_adapters.delta.layout import Layout
+from dcp_adapters.delta.layout import StateLayout
 from dcp_adapters.delta.make import sum_of
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.state_digest import state_digest
@@ -30,7 +30,7 @@ class KeptTensors:
     """
 
     def __init__(self, records: Iterable[TensorRecord]) -> None:
-        self.layout = Layout.of(Entry(each.name, None, each.shape, each.dtype) for each in records)
+        self.layout = StateLayout.of(Entry(each.name, None, each.shape, each.dtype) for each in records)
         self.version = 0
         self.tensors: dict[str, Tensor] = {}
         self.sums: dict[str, int] = {}

@@ -21,7 +21,7 @@ ANSWER = 1024  # bytes
 FOREVER = dt.timedelta(days=30)
 
 
-class Link:
+class GroupLink:
     """The calls of a process group, one after the other.
 
     root: the sender's rank. broken: whether a call failed or was late; the group cannot be used any more.
@@ -97,7 +97,7 @@ class Link:
 
 
 class _Errors:
-    def __init__(self, link: Link, told: Any) -> None:
+    def __init__(self, link: GroupLink, told: Any) -> None:
         self._link, self._told = link, told
 
     def __enter__(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import fill, room_of, views
-from dcp_adapters.streams.link import FOREVER, Link
+from dcp_adapters.streams.link import FOREVER, GroupLink
 from dcp_adapters.streams.transport import (
     Incoming,
     Receiver,
@@ -74,7 +74,7 @@ class GroupSender:
         _check_member("GroupSender", group)
         if group.size() < 2:
             raise ValueError("GroupSender: there is nobody else in the group; it needs the receivers, too")
-        self._link = Link(group, group.rank(), timeout)
+        self._link = GroupLink(group, group.rank(), timeout)
         self._announcement: Announcement | None = None
         self._digests: list[int] = []
         self._buffers: list[Tensor] = []
@@ -154,7 +154,7 @@ class GroupReceiver(Receiver):
         _check_member("GroupReceiver", group)
         if sender == group.rank():
             raise ValueError(f"GroupReceiver: sender={sender} is this rank itself; expected the sender's rank")
-        self._link, self._patience = Link(group, sender, timeout), patience
+        self._link, self._patience = GroupLink(group, sender, timeout), patience
 
     def _begun(self) -> Incoming:
         with self._link.errors(_not_announced):
@@ -189,7 +189,7 @@ class GroupReceiver(Receiver):
 
 
 class _IncomingBroadcasts(Incoming):
-    def __init__(self, announcement: Announcement, link: Link) -> None:
+    def __init__(self, announcement: Announcement, link: GroupLink) -> None:
         super().__init__(announcement)
         self._link = link
         self._digests: list[int] = []

@@ -19,7 +19,7 @@ from dcp_adapters import digest, tensor_digests
 from dcp_adapters.cli.main import main
 from dcp_adapters.delta.live import HeldVersion
 from dcp_adapters.digests import summing
-from dcp_adapters.format.weight_sums import Difference, first_difference, with_twins
+from dcp_adapters.format.weight_sums import DigestDifference, first_difference, with_twins
 from qtensor import Float8DelayedScaling, MXFP8BlockScaling, quantize, quantized_model_init
 from tests import weight_digests
 from tests.dcp_adapters.cases import EVERY, arbitrary, load, local_of, model, models, placed, reference, save, values
@@ -260,7 +260,7 @@ def test_a_checkpoint_whose_bytes_changed_has_another(tmp_path: Path) -> None:
     save(weights, tmp_path / "b")
     a, b = tensor_digests(tmp_path / "a"), tensor_digests(str(tmp_path / "b"))
     assert a == weight_digests.values(small())
-    assert first_difference(a, b) == Difference("norm", "other")
+    assert first_difference(a, b) == DigestDifference("norm", "other")
 
 
 def test_what_has_no_weights_is_refused(tmp_path: Path) -> None:
@@ -285,9 +285,9 @@ def test_what_has_no_weights_is_refused(tmp_path: Path) -> None:
 def test_the_first_difference_is_in_the_order_of_the_first_side() -> None:
     a = {"x": "1", "y": "2", "z": "3"}
     assert first_difference(a, dict(reversed(a.items()))) is None
-    assert first_difference(a, {**a, "z": "0", "y": "0"}) == Difference("y", "other")
-    assert first_difference(a, {"z": "0", "y": "2"}) == Difference("x", "only_in_a")
-    assert first_difference(a, {"w": "0", **a}) == Difference("w", "only_in_b")
+    assert first_difference(a, {**a, "z": "0", "y": "0"}) == DigestDifference("y", "other")
+    assert first_difference(a, {"z": "0", "y": "2"}) == DigestDifference("x", "only_in_a")
+    assert first_difference(a, {"w": "0", **a}) == DigestDifference("w", "only_in_b")
     assert with_twins({"x": "1"}, {"x": "1", "y": "1", "z": "3"}) == {"x": "1", "y": "1"}
     assert with_twins({"x": "0"}, {"x": "1", "y": "1"}) == {"x": "0", "y": "0"}
 

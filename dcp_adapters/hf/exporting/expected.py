@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.source import Group, Keep, Source
+from dcp_adapters.format.source import Keep, Source, TensorGroup
 from dcp_adapters.hf.exporting.config import ModelConfig
 from dcp_adapters.hf.exporting.plan import ExportPlan
 from dcp_adapters.hf.layouts.layout import Layout
@@ -164,7 +164,7 @@ class RenamedSource(Source):
         """As the source says."""
         return self._source.way(self._own[name])
 
-    def begin(self, names: Sequence[str], keep: Keep) -> Group:
+    def begin(self, names: Sequence[str], keep: Keep) -> TensorGroup:
         """Of the source."""
         return _RenamedGroup(self._source.begin([self._own[name] for name in names], keep), self._own)
 
@@ -197,8 +197,8 @@ class RenamedSource(Source):
         return self._source.shared(self._own[name])
 
 
-class _RenamedGroup(Group):
-    def __init__(self, group: Group, own: Mapping[str, str]) -> None:
+class _RenamedGroup(TensorGroup):
+    def __init__(self, group: TensorGroup, own: Mapping[str, str]) -> None:
         self._group, self._own = group, own
 
     def parts(self, name: str) -> dict[str, Tensor] | None:

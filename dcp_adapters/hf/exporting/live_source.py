@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.format.expand import entry_of, expand_leaf, gathered_leaf, plain_leaf, quantized_local, refuse_hidden
-from dcp_adapters.format.source import Group, Keep, Source
+from dcp_adapters.format.source import Keep, Source, TensorGroup
 from dcp_adapters.hf.models.adapters import own_tensors
 from dcp_adapters.hf.models.prefixes import under, weights_prefix
 from dcp_adapters.plain.plain_memory import is_plain
@@ -75,7 +75,7 @@ class LiveSource(Source):
         value = self._values[name]
         return ("" if not _is_sharded(value) else "one by one") if cut_of(value) is None else "together"
 
-    def begin(self, names: Sequence[str], keep: Keep) -> Group:
+    def begin(self, names: Sequence[str], keep: Keep) -> TensorGroup:
         """Gather what is sharded: one collective for all tensors that are cut over the same ranks."""
         return _LiveGroup({name: self._shard(name) for name in dict.fromkeys(names)}, keep)
 
@@ -123,7 +123,7 @@ class LiveSource(Source):
         return self._parts.get(name) or expand_leaf(name, gathered_leaf(self._values[name]))
 
 
-class _LiveGroup(Group):
+class _LiveGroup(TensorGroup):
     """Shards that are gathered, together where they are cut alike, and tensors that every rank has."""
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], keep: Keep) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcp_adapters.format.source import Group, Keep, Source
+from dcp_adapters.format.source import Keep, Source, TensorGroup
 from dcp_adapters.hf.exporting.plan import Output, Written
 from dcp_adapters.hf.layouts.layout import ONE_OVER
 from dcp_adapters.stored.part_values import holds_nan
@@ -80,7 +80,9 @@ def made_tensors(
                 group.close()
 
 
-def _made_output(output: Output, group: Group, failed: list[Exception]) -> Iterator[tuple[Written, Tensor | None]]:
+def _made_output(
+    output: Output, group: TensorGroup, failed: list[Exception]
+) -> Iterator[tuple[Written, Tensor | None]]:
     parts, twin = (_parts(group, name, failed) for name in (output.source, output.twin))
     making: Iterator[Tensor] | None = None
     for written in output.written:
@@ -94,7 +96,7 @@ def _made_output(output: Output, group: Group, failed: list[Exception]) -> Itera
         yield written, tensor
 
 
-def _parts(group: Group, name: str | None, failed: list[Exception]) -> dict[str, Tensor] | None:
+def _parts(group: TensorGroup, name: str | None, failed: list[Exception]) -> dict[str, Tensor] | None:
     """A tensor of the source where it is kept, None elsewhere."""
     if name is None:
         return None

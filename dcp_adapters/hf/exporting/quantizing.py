@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.source import Group, Keep, Source
+from dcp_adapters.format.source import Keep, Source, TensorGroup
 from dcp_adapters.hf.exporting.plan import is_embedding
 from fsdp_hooks.ranks.across_ranks import Ranks
 from fsdp_hooks.wrappers import plain_modules
@@ -122,7 +122,7 @@ class _QuantizingSource(Source):
     def way(self, name: str) -> str:
         return self._source.way(name)
 
-    def begin(self, names: Sequence[str], keep: Keep) -> Group:
+    def begin(self, names: Sequence[str], keep: Keep) -> TensorGroup:
         return self._source.begin(names, keep)
 
     def parts(self, name: str) -> dict[str, Tensor]:

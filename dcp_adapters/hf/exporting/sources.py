@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dcp_adapters.format.rotations import blocks_in, inputs, weight_beside
-from dcp_adapters.format.source import Group, Keep, Source, Stored
+from dcp_adapters.format.source import Keep, Source, Stored, TensorGroup
 from dcp_adapters.hf.exporting.live_source import LiveSource
 from dcp_adapters.hf.files.directory import read_directory
 from dcp_adapters.hf.files.names import pieces_of
@@ -121,7 +121,7 @@ class JoinedSources(Source):
         """As its source says."""
         return self._of[name].way(name)
 
-    def begin(self, names: Sequence[str], keep: Keep) -> Group:
+    def begin(self, names: Sequence[str], keep: Keep) -> TensorGroup:
         """Of each source in turn."""
         return _JoinedGroup(self._of, names, keep)
 
@@ -161,7 +161,7 @@ def _check_rotations(sources: Sequence[Source], of: Mapping[str, Source]) -> Non
                 )
 
 
-class _JoinedGroup(Group):
+class _JoinedGroup(TensorGroup):
     """A group of each source."""
 
     def __init__(self, sources: Mapping[str, Source], names: Sequence[str], keep: Keep) -> None:

@@ -130,7 +130,7 @@ class Base:
         items = create_read_items_for_chunk_list(key, record, [chunk])
         if sum(item.lengths.numel() for item in items) != box.numel():
             raise ValueError(f"{self.directory}: its chunks do not make up {key}; {WAY_OUT}")
-        self.reader.read_data(LoadPlan(items), _Into(box)).wait()
+        self.reader.read_data(LoadPlan(items), _BoxPlanner(box)).wait()
         return box
 
     def rebuilt(self, index: MetadataIndex, delta: Metadata, data: bytes, expected: bytes | None) -> Tensor:
@@ -169,7 +169,7 @@ class Base:
         return tensor
 
 
-class _Into(DefaultLoadPlanner):
+class _BoxPlanner(DefaultLoadPlanner):
     """Reads into one tensor."""
 
     def __init__(self, box: Tensor) -> None:

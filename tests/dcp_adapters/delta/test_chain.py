@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dcp_adapters.delta.chain import Anchors, check_chain, deltas_left, removable
-from dcp_adapters.delta.layout import Layout
+from dcp_adapters.delta.layout import StateLayout
 from dcp_adapters.delta.patch import Delta
 
 
@@ -18,7 +18,7 @@ def step(number: int, **other: Any) -> Delta:
         "version": number,
         "where": f"d{number}",
     }
-    return Delta(**({"layout": Layout({}), "frames": (), "blobs": (), "read": {}.__getitem__} | fields | other))
+    return Delta(**({"layout": StateLayout({}), "frames": (), "blobs": (), "read": {}.__getitem__} | fields | other))
 
 
 def test_a_state_needs_the_deltas_after_it() -> None:

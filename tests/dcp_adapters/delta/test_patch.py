@@ -19,7 +19,7 @@ from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.coding import codec
 from dcp_adapters.delta.coding.changes import Changes
 from dcp_adapters.delta.encoder import Encoder
-from dcp_adapters.delta.layout import Layout
+from dcp_adapters.delta.layout import StateLayout
 from dcp_adapters.delta.make import delta_between, layout_of, summed
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import METADATA, delta_from_bytes, delta_to_bytes, open_delta, save_delta
@@ -369,7 +369,7 @@ GOLDEN = (
 
 def test_a_file_of_this_format_version_stays_readable() -> None:
     found = delta_from_bytes(base64.b64decode(GOLDEN))
-    assert found.layout == Layout.of(InMemory(golden(0)).entries.values())
+    assert found.layout == StateLayout.of(InMemory(golden(0)).entries.values())
     target = golden(0)
     assert apply_deltas(target, [found]) == 1
     assert_same(target, golden(1))

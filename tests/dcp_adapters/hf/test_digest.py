@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dcp_adapters import digest, export_hf, import_hf, tensor_digests
 from dcp_adapters.cli.main import main
 from dcp_adapters.digests.engine import unfused
-from dcp_adapters.format.weight_sums import Difference, first_difference
+from dcp_adapters.format.weight_sums import DigestDifference, first_difference
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize, quantize_
 from tests import weight_digests
 from tests.dcp_adapters.cases import save, values
@@ -49,7 +49,7 @@ def test_scales_without_a_reciprocal_show_where_the_layout_stores_that(layout: s
     state = {"l.down_proj.weight": weight, "norm.weight": values((64,), 1)}
     export_hf(state, tmp_path / "a", layout=layout, config=CONFIG)
     found = first_difference(tensor_digests(state), tensor_digests(tmp_path / "a"))
-    assert found == (None if layout == "modelopt" else Difference("l.down_proj.weight", "other"))
+    assert found == (None if layout == "modelopt" else DigestDifference("l.down_proj.weight", "other"))
 
 
 def test_a_byte_of_a_received_tensor_shows(tmp_path: Path) -> None:
