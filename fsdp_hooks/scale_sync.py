@@ -9,6 +9,7 @@ rank lists them; see exchange.py. Weights that share one scale with others (part
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
 from fsdp_hooks.writable import unwritable
 
+LOG = logging.getLogger(__name__)
 MEETING: Label = ("",)  # the label of a value without a weight; it sorts before all others
 
 
@@ -142,6 +144,7 @@ def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]], meeting: Seq
         # dense shards (storage="high_precision") keep their values
         encoded = [isinstance(shard, AllGatherHooks) for shard in shards]
         count_writes(param for (_, param, _), yes in zip(shared, encoded, strict=True) if yes)
+    LOG.debug("%s: %d weights agreed on the scales they share, by %d all-reduces", what, len(shared), collectives)
     return collectives - len(set(meeting).difference(*(own for _, _, own in shared)))
 
 

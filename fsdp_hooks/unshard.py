@@ -12,6 +12,7 @@
 `reshard()` is silently ignored after an exception has left a forward of that group.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from fsdp_hooks.all_gather import AllGatherHooks
 from fsdp_hooks.kernels.digest import digests
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
+
+LOG = logging.getLogger(__name__)
 
 # FSDP modules that some unsharded() holds at this moment; an inner unsharded() leaves them to the outer one.
 _held: WeakSet[Any] = WeakSet()
@@ -96,6 +99,10 @@ def holding(module: nn.Module, groups: Iterable[FSDPModule], *, writeback: bool)
         yield
         return
     slots = _gather(module, groups)
+    if LOG.isEnabledFor(logging.DEBUG):
+        gathered = {id(slot.full): slot.full for slot in slots}.values()
+        size = sum(part.nbytes for param in gathered for part in _plain_parts(param))
+        LOG.debug("unsharded: %d parameters of %d FSDP modules, %d bytes", len(gathered), len(groups), size)
     _held.update(groups)
     try:
         yield
@@ -109,6 +116,8 @@ def holding(module: nn.Module, groups: Iterable[FSDPModule], *, writeback: bool)
         _check_shapes(changed)
         for slot in changed:
             _write_back(slot)
+        if changed:
+            LOG.debug("unsharded: %d parameters were changed, and written back", len(changed))
     finally:
         _held.difference_update(groups)
         _release(groups, slots)

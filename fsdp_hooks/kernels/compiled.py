@@ -24,18 +24,22 @@ same policy. If it fails, inductor's takes its place, with one warning for each 
 raises.
 """
 
+import logging
 import os
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fsdp_hooks.torch_private import is_tracing, is_watched, mark_rows_dynamic, one_dispatch_state
+
+LOG = logging.getLogger(__name__)
 
 MODES = ("auto", "compiled", "eager")
 COMPILED_FROM = 2**18  # elements
@@ -197,13 +201,17 @@ class Kernel:
         compiled: Callable[..., Any] | None = None
         try:
             compiled = self.compiled_for(args)
-            with nullcontext() if id(compiled) in self._worked else _without_warnings():
+            if id(compiled) in self._worked:
+                return compiled(*args)
+            began = time.perf_counter()
+            with _without_warnings():
                 result = compiled(*args)
         except torch.OutOfMemoryError:  # eager code would need more
             raise
         except Exception as error:  # a compiler may raise anything; the eager call raises for bad input
             if use_kernels.mode == "compiled":
                 raise
+            LOG.info("%s failed, so other code takes its place", self.eager.__name__, exc_info=error)
             # by_hand may be None by now, where it failed in another thread
             if compiled is not None and compiled is self._given:
                 self.by_hand = None
@@ -226,10 +234,12 @@ class Kernel:
                 stacklevel=3,
             )
         else:
-            self._note_worked(compiled)
+            self._worked.add(id(compiled))
+            by_hand = compiled is self._given
+            Kernel.works |= not by_hand
+            LOG.info(
+                "%s: its first call, on %s, took %.1f s (%s)",
+                *(self.eager.__name__, args[0].device, time.perf_counter() - began),
+                "written by hand" if by_hand else "compiled by torch.compile",
+            )
         return result
-
-    def _note_worked(self, compiled: Callable[..., Any]) -> None:
-        self._worked.add(id(compiled))
-        if compiled is not self._given:
-            Kernel.works = True

@@ -14,6 +14,7 @@ Labels differ between groups on purpose: stages of a pipeline hold different wei
 
 import functools
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_hooks.ranks.across_ranks import all_reduce
+
+LOG = logging.getLogger(__name__)
 
 Label = tuple[str, ...]  # one line for each weight that a value belongs to
 
@@ -107,6 +110,7 @@ def largest(what: str, labels: Sequence[Label], values: Sequence[Tensor], channe
             "recipes and placements, in the same parameter groups"
         )
     if rest.numel():
+        LOG.debug("%s: %d values do not fit into the first all-reduce, so there is a second one", what, rest.numel())
         channel.reduce(rest)
     agreed = torch.cat([first[HEADER : message.numel()], rest]).split(sizes)
     places = [place for _, place in sorted(zip(order, range(len(order)), strict=True))]

@@ -2,5 +2,6 @@
 
 model_init.py  quantized_model_init while a model is built, quantize_ afterwards
 routers.py     linears that choose experts, which stay as they are
+log.py         what both log
 loading.py     dense state dicts into quantized models
 """

@@ -16,6 +16,7 @@ hook, built around the model later, leaves the exchange to the modules in it. Th
 entries, since they cannot tell that no module around them has done it.)
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.registry import check_values
 from qtensor.tensor.contents import INITIAL_VALUE, initial_value
 from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,11 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
             tell_groups(labels, [shared[key] for key, _, _ in own], device)
         raise
     agreed = _agreed(entries, claims, shared) if takes_part else {}
-    for entry in entries:
-        if entry.dense is not None:
-            state_dict[entry.key] = _like(entry.param, _quantized(entry, agreed.get(entry.key)))
+    dense = [entry for entry in entries if entry.dense is not None]
+    for entry in dense:
+        state_dict[entry.key] = _like(entry.param, _quantized(entry, agreed.get(entry.key)))
+    if dense:
+        LOG.debug("load_state_dict: %d dense values were quantized, the first for %s", len(dense), dense[0].key)
 
 
 def _weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor, Any]]:

@@ -10,6 +10,7 @@ quantized. A quantized weight that is later given to a module other than nn.Line
 both modules.
 """
 
+import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,7 @@ from torch.nn.modules.module import (
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.wrappers import plain_modules
 from qtensor.model.loading import watch_loads
+from qtensor.model.log import LOG, log_built, log_quantized
 from qtensor.model.routers import EXPERTS, GATES, is_router_class, left_alone, named_router, routers_of
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.recipes import Recipe
@@ -88,6 +90,8 @@ def quantized_model_init(
         for handle in handles:
             handle.remove()
     watch_loads(watch.modules())
+    if LOG.isEnabledFor(logging.INFO):
+        log_built(recipe, [module for module in watch.modules() if _uses_linear(module)])
 
 
 class _Registrations:
@@ -269,15 +273,20 @@ def quantize_(
     for child in model.modules():
         for param in child._parameters.values():
             uses[id(param)] = uses.get(id(param), 0) + 1
-    chosen = {
-        f"{fqn}.weight".lstrip("."): child
-        for fqn, child in linears.items()
-        if matches(fqn, include)
-        and not matches(fqn, exclude)
-        and fqn not in left
-        and not isinstance(child.weight, QuantizedTensor | HighPrecisionWeight)
-        and uses[id(child.weight)] == 1
-    }
+
+    def why_dense(fqn: str, child: Any) -> str | None:
+        if not matches(fqn, include):
+            return "not included"
+        if matches(fqn, exclude):
+            return "excluded"
+        if fqn in left:
+            return "a router"
+        if isinstance(child.weight, QuantizedTensor | HighPrecisionWeight):
+            return "quantized already"
+        return "tied" if uses[id(child.weight)] > 1 else None
+
+    reasons = {fqn: why_dense(fqn, child) for fqn, child in linears.items()}
+    chosen = {f"{fqn}.weight".lstrip("."): child for fqn, child in linears.items() if reasons[fqn] is None}
     for fqn, child in chosen.items():
         if isinstance(child.weight, DTensor):
             raise ValueError(
@@ -289,6 +298,9 @@ def quantize_(
         q = _meta(weight, recipe) if weight.is_meta else quantize(weight, recipe)
         child.weight = nn.Parameter(q, requires_grad=weight.requires_grad)
     watch_loads(model.modules() if chosen else ())
+    if LOG.isEnabledFor(logging.INFO):
+        dense = [(fqn, why) for fqn, why in reasons.items() if why is not None]
+        log_quantized("quantize_", recipe, [child.weight for child in chosen.values()], dense)
     return list(chosen)
 
 

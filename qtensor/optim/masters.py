@@ -7,6 +7,7 @@ bytes can tell: version counters miss writes through aliases, such as those of a
 shards to new storage without writing them.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -19,6 +20,8 @@ from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.registry import specs_of
 from qtensor.tensor.contents import preserve, values_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+LOG = logging.getLogger(__name__)
 
 BY_ROW = frozenset({"cpu"})  # where copying row by row is quick, if no view of each row is made for it
 LISTED = {Tensor, nn.Parameter, HighPrecisionWeight}  # classes that are copied by the list
@@ -65,6 +68,8 @@ def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
         if init_kept and isinstance(shard, QuantizedTensor):
             preserve(shard, None)
         changed.append(param)
+    if changed:
+        LOG.info("%d parameters were written by others since the last step; their masters start anew", len(changed))
     return changed
 
 
