@@ -4,6 +4,8 @@ Where each row has a scale of its own amax, a row is a block, which a program ho
 amax. Rows that are too long for it are read twice: once for the amax, and once under it, as any amax that is given.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from qtensor.numerics.triton_kernels.launching import (
     ENCODED,
     MOST_IN_A_TILE,
     WARPS,
+    as_stored,
     encode_blocks,
     launch,
     tile_of,
@@ -42,23 +45,15 @@ def encode(x: Tensor, amax: Tensor | None, *, element: torch.dtype, power_of_two
     length = x.shape[1]
     if amax is None and length <= LONGEST:
         return encode_own(x.unsqueeze(1), element=element, power_of_two=power_of_two, square=1)
-    wide = row_amax(x) if amax is None else amax.to(x.device).contiguous()
+    wide = row_amax(x) if amax is None else amax
     parts = {
-        "payload": torch.empty(x.shape, dtype=torch.uint8, device=x.device),
+        "payload": torch.empty(x.shape, dtype=element, device=x.device),
         "scale": torch.empty(wide.shape, dtype=torch.float32, device=x.device),
     }
-    rows, width, programs = tile_of_rows(x.shape, ENCODED)
-    launch(
-        _encode_under,
-        programs,
-        *(x, wide, *parts.values(), length, x.shape[0]),
-        E4M3=element == torch.float8_e4m3fn,
-        POWER_OF_TWO=power_of_two,
-        BY_ROW=wide.ndim > 0,
-        ROWS=rows,
-        WIDTH=width,
-    )
-    return {**parts, "payload": parts["payload"].view(element)}
+    e4m3 = element == torch.float8_e4m3fn
+    stored = map(as_stored, parts.values())
+    launch_rows(_encode_under, ENCODED, x, wide, *stored, E4M3=e4m3, POWER_OF_TWO=power_of_two)
+    return parts
 
 
 def encode_own(x: Tensor, *, element: torch.dtype, power_of_two: bool, square: int) -> dict[str, Tensor]:
@@ -66,10 +61,11 @@ def encode_own(x: Tensor, *, element: torch.dtype, power_of_two: bool, square: i
     length = x.shape[-1]
     lanes = max(triton.next_power_of_2(length), 16)
     elements = max(tile_of(ENCODED, 1), square * lanes)
-    parts = encode_blocks(
+    return encode_blocks(
         _encode,
         x,
         length,
+        payload=element,
         scale=torch.float32,
         tile=elements // lanes,
         square=square,
@@ -80,37 +76,32 @@ def encode_own(x: Tensor, *, element: torch.dtype, power_of_two: bool, square: i
         SQUARE=square,
         LANES=lanes,
     )
-    return {**parts, "payload": parts["payload"].view(element)}
 
 
 def decode(payload: Tensor, scale: Tensor, *, dtype: torch.dtype, element: torch.dtype, power_of_two: bool) -> Tensor:
     """The values of a payload [rows, K]; scales are fp32 [] or [rows, 1]."""
-    values, wide = torch.empty(payload.shape, dtype=dtype, device=payload.device), scale.to(payload.device)
-    rows, width, programs = tile_of_rows(payload.shape, DECODED)
-    launch(
-        _decode,
-        programs,
-        *(payload.view(torch.uint8), wide.contiguous(), values, payload.shape[1], payload.shape[0]),
-        ELEMENT=ELEMENTS[dtype],
-        E4M3=element == torch.float8_e4m3fn,
-        BY_ROW=wide.ndim > 0,
-        ROWS=rows,
-        WIDTH=width,
-    )
+    values = torch.empty(payload.shape, dtype=dtype, device=payload.device)
+    e4m3 = element == torch.float8_e4m3fn
+    launch_rows(_decode, DECODED, as_stored(payload), scale, values, E4M3=e4m3, ELEMENT=ELEMENTS[dtype])
     return values
 
 
-def tile_of_rows(shape: torch.Size, elements: int) -> tuple[int, int, int]:
-    """(rows, columns of a program whose threads take so many elements each; programs) for values [rows, K].
+def launch_rows(kernel: Any, elements: int, first: Tensor, wide: Tensor, *others: Tensor, **constants: Any) -> None:
+    """Launch kernel(first, wide, *others, length, rows, ..) on tensors [rows, K]; `wide` is [] or [rows, 1].
+
+    A program has some rows of some columns, and each of its threads so many elements.
 
     Raises:
         OverflowError: rows longer than the kernels count.
     """
-    width = min(max(triton.next_power_of_2(shape[1]), 16), WIDEST)
+    wide, (count, length) = wide.to(first.device).contiguous(), first.shape
+    width = min(max(triton.next_power_of_2(length), 16), WIDEST)
     rows = tile_of(elements, width)
-    if rows * shape[1] > MOST_IN_A_TILE:
-        raise OverflowError(f"{rows} rows of {shape[1]} elements, more than kernels written by hand count in a tile")
-    return rows, width, triton.cdiv(shape[0], rows) * triton.cdiv(shape[1], width)
+    if rows * length > MOST_IN_A_TILE:
+        raise OverflowError(f"{rows} rows of {length} elements, more than kernels written by hand count in a tile")
+    programs = triton.cdiv(count, rows) * triton.cdiv(length, width)
+    constants |= {"BY_ROW": wide.ndim > 0, "ROWS": rows, "WIDTH": width}
+    launch(kernel, programs, first, wide, *others, length, count, **constants)
 
 
 @triton.jit

@@ -23,9 +23,7 @@ def decode(
     payload: Tensor, scale: Tensor, *, dtype: torch.dtype, element: torch.dtype, square: bool, power_of_two: bool
 ) -> Tensor:
     """The values [rows, K] of a payload [rows, blocks, 128]."""
-    return decode_blocks(
-        _decode, payload.view(torch.uint8), scale, dtype=dtype, block=BLOCK, E4M3=element == torch.float8_e4m3fn
-    )
+    return decode_blocks(_decode, payload, scale, dtype=dtype, block=BLOCK, E4M3=element == torch.float8_e4m3fn)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.numerics.triton_kernels.launching import ELEMENTS, ENCODED, decode_blocks, encode_blocks, tile_of, words
+from qtensor.numerics.triton_kernels.launching import ENCODED, decode_blocks, encode_blocks, tile_of
 from qtensor.numerics.triton_kernels.pairs import (
     INF,
     amax_of,
@@ -41,20 +41,19 @@ def encode(x: Tensor, amax: None, *, group: int) -> dict[str, Tensor]:
 
     Tiles are half of other formats', since quotients take twice the registers.
     """
-    parts = encode_blocks(
+    return encode_blocks(
         _encode,
-        words(x),
-        scale=torch.int16,
+        x,
+        payload=torch.uint8,
+        scale=torch.bfloat16,
         tile=tile_of(ENCODED // 2, group),
-        ELEMENT=ELEMENTS[x.dtype],
         PAIRS=group // 2,
     )
-    return {**parts, "scale": parts["scale"].view(torch.bfloat16)}
 
 
 def decode(payload: Tensor, scale: Tensor, *, dtype: torch.dtype, group: int) -> Tensor:
     """The values [rows, K] of a payload [rows, blocks, group // 2]."""
-    return decode_blocks(_decode, payload, scale.view(torch.int16), dtype=dtype, block=group, PAIRS=group // 2)
+    return decode_blocks(_decode, payload, scale, dtype=dtype, block=group, PAIRS=group // 2)
 
 
 @triton.jit

@@ -14,31 +14,47 @@ MOST_IN_A_TILE = 2**31  # lanes from the first to the last one of a tile, which 
 
 
 def encode_blocks(
-    kernel: Any, lanes: Tensor, *given: Any, scale: torch.dtype, tile: int, square: int = 1, **constants: Any
+    kernel: Any,
+    x: Tensor,
+    *given: Any,
+    payload: torch.dtype,
+    scale: torch.dtype,
+    tile: int,
+    square: int = 1,
+    **constants: Any,
 ) -> dict[str, Tensor]:
-    """Launch kernel(lanes, payload, scale, *given, columns, blocks, TILE=tile, **constants); gives the new parts.
+    """Launch kernel(values, payload, scale, *given, columns, blocks, TILE=tile, **constants); gives the new parts.
+
+    A kernel makes a byte of each lane, which is a value or, if codes are packed, a word of two values, and a scale of
+    each block. It stores numbers of less than 32 bits as integers, since older GPUs have no others.
 
     Args:
-        kernel: makes a byte of each lane, and a scale of each block.
-        lanes: values, or `words` of two of them, [.., columns, lanes of a block].
-        given: what else it takes.
-        scale: the dtype that it stores scales in.
+        kernel: of the format.
+        x: values [.., columns, block].
+        given: what else the kernel takes.
+        payload: its dtype; uint8 packs two codes into a byte.
+        scale: its dtype.
         tile: the blocks of a program.
         square: of how many rows blocks are.
         constants: of the kernel, and options of Triton's.
 
     Returns:
-        payload: uint8 [rows, columns * lanes of a block].
+        payload: [rows, columns * lanes of a block].
         scale: [rows, columns].
     """
+    lanes = x
+    if payload == torch.uint8:
+        lanes = x.view(torch.int64 if x.dtype == torch.float32 else torch.int32)
+        constants["ELEMENT"] = ELEMENTS[x.dtype]
     columns, each = lanes.shape[-2:]
     rows = lanes.numel() // (columns * each)
     parts = {
-        "payload": torch.empty(rows, columns * each, dtype=torch.uint8, device=lanes.device),
-        "scale": torch.empty(rows, columns, dtype=scale, device=lanes.device),
+        "payload": torch.empty(rows, columns * each, dtype=payload, device=x.device),
+        "scale": torch.empty(rows, columns, dtype=scale, device=x.device),
     }
     programs = tiles(rows, columns, square, tile, each)
-    launch(kernel, programs, lanes, *parts.values(), *given, columns, rows * columns, TILE=tile, **constants)
+    stored = map(as_stored, parts.values())
+    launch(kernel, programs, lanes, *stored, *given, columns, rows * columns, TILE=tile, **constants)
     return parts
 
 
@@ -60,9 +76,14 @@ def decode_blocks(
     """
     rows, columns = scale.shape
     values, tile = torch.empty(rows, columns * block, dtype=dtype, device=payload.device), tile_of(DECODED, block)
-    args = (payload, scale, values, *given, columns, rows * columns)
+    args = (as_stored(payload), as_stored(scale), values, *given, columns, rows * columns)
     launch(kernel, tiles(rows, columns, 1, tile, 1), *args, ELEMENT=ELEMENTS[dtype], TILE=tile, **constants)
     return values
+
+
+def as_stored(part: Tensor) -> Tensor:
+    """A part as kernels load and store it: numbers of less than 32 bits as integers."""
+    return part if part.itemsize > 2 else part.view(torch.uint8 if part.itemsize == 1 else torch.int16)
 
 
 def launch(kernel: Any, programs: int, *args: Any, num_warps: int = WARPS, **constants: Any) -> None:
@@ -94,8 +115,3 @@ def tiles(rows: int, columns: int, square: int, tile: int, lanes: int) -> int:
 def tile_of(elements: int, block: int) -> int:
     """How many blocks of so many elements a program takes whose threads take `elements` each."""
     return elements * WARPS * 32 // block
-
-
-def words(x: Tensor) -> Tensor:
-    """Contiguous values as integers that hold two of them each."""
-    return x.view(torch.int64 if x.dtype == torch.float32 else torch.int32)

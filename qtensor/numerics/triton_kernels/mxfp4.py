@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtensor.numerics.triton_kernels import e2m1, e8m0
-from qtensor.numerics.triton_kernels.launching import ELEMENTS, ENCODED, decode_blocks, encode_blocks, tile_of, words
+from qtensor.numerics.triton_kernels.launching import ENCODED, decode_blocks, encode_blocks, tile_of
 from qtensor.numerics.triton_kernels.pairs import (
     INF,
     amax_of,
@@ -27,10 +27,10 @@ def encode(x: Tensor, amax: None, *, scale_rounding: str) -> dict[str, Tensor]:
     """The parts of bf16, fp16 or fp32 values [rows, blocks, 32]; no two blocks share an amax."""
     return encode_blocks(
         _encode,
-        words(x),
+        x,
+        payload=torch.uint8,
         scale=torch.uint8,
         tile=tile_of(ENCODED, BLOCK),
-        ELEMENT=ELEMENTS[x.dtype],
         UP=scale_rounding == "up",
     )
 

@@ -18,9 +18,10 @@ E5M2_RECIPROCAL = tl.constexpr(1.743861685099546e-05)  # fp32(1 / 57344)
 def encode(x: Tensor, amax: None, *, element: torch.dtype, square: bool, scale_rounding: str) -> dict[str, Tensor]:
     """The parts of bf16, fp16 or fp32 values [.., blocks, 32]; no two blocks share an amax."""
     size = BLOCK if square else 1
-    parts = encode_blocks(
+    return encode_blocks(
         _encode,
         x,
+        payload=element,
         scale=torch.uint8,
         tile=tile_of(ENCODED, BLOCK),
         square=size,
@@ -28,16 +29,13 @@ def encode(x: Tensor, amax: None, *, element: torch.dtype, square: bool, scale_r
         UP=scale_rounding == "up",
         SQUARE=size,
     )
-    return {**parts, "payload": parts["payload"].view(element)}
 
 
 def decode(
     payload: Tensor, scale: Tensor, *, dtype: torch.dtype, element: torch.dtype, square: bool, scale_rounding: str
 ) -> Tensor:
     """The values [rows, K] of a payload [rows, blocks, 32]."""
-    return decode_blocks(
-        _decode, payload.view(torch.uint8), scale, dtype=dtype, block=BLOCK, E4M3=element == torch.float8_e4m3fn
-    )
+    return decode_blocks(_decode, payload, scale, dtype=dtype, block=BLOCK, E4M3=element == torch.float8_e4m3fn)
 
 
 @triton.jit

@@ -7,14 +7,12 @@ from torch import Tensor
 
 from qtensor.numerics.triton_kernels import e2m1, fp8
 from qtensor.numerics.triton_kernels.launching import (
-    ELEMENTS,
     ENCODED,
     WARPS,
     decode_blocks,
     encode_blocks,
     launch,
     tile_of,
-    words,
 )
 from qtensor.numerics.triton_kernels.pairs import (
     FLT_MAX,
@@ -45,25 +43,23 @@ def encode(x: Tensor, amax: Tensor | None, *, square: bool) -> dict[str, Tensor]
         launch(_global_scales, triton.cdiv(wide.numel(), ROWS), *(amax, wide, global_scale, wide.numel()), ROWS=ROWS)
     parts = encode_blocks(
         _encode,
-        words(x),
+        x,
         wide,
         global_scale,
-        scale=torch.uint8,
+        payload=torch.uint8,
+        scale=torch.float8_e4m3fn,
         tile=tile_of(ENCODED, BLOCK),
         square=BLOCK if square else 1,
-        ELEMENT=ELEMENTS[x.dtype],
         BY_ROW=wide.ndim > 0,
         SQUARE=BLOCK if square else 1,
     )
-    return {**parts, "scale": parts["scale"].view(torch.float8_e4m3fn), "global_scale": global_scale}
+    return {**parts, "global_scale": global_scale}
 
 
 def decode(payload: Tensor, scale: Tensor, global_scale: Tensor, *, dtype: torch.dtype, square: bool) -> Tensor:
     """The values [rows, K] of a payload [rows, blocks, 8]; global scales are fp32 [] or [rows, 1]."""
     wide = global_scale.to(payload.device).contiguous()
-    return decode_blocks(
-        _decode, payload, scale.view(torch.uint8), wide, dtype=dtype, block=BLOCK, BY_ROW=wide.ndim > 0
-    )
+    return decode_blocks(_decode, payload, scale, wide, dtype=dtype, block=BLOCK, BY_ROW=wide.ndim > 0)
 
 
 @triton.jit
