@@ -17,7 +17,8 @@ each imports only what stands above it here, qtensor and fsdp_hooks:
     streams/          the tensors of an export into engines that are running
     cli/              the command line, `python -m dcp_adapters`
 
-Importing this package imports what saves and loads need. The other public names come with their first use.
+Importing this package imports what saves and loads need. The other public names come with their first use; those of
+deltas and of streams have their homes in `dcp_adapters.delta` and `dcp_adapters.streams`.
 """
 
 import importlib
@@ -36,24 +37,40 @@ from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 from dcp_adapters.stored.saves import LatestVerified, Retained, Skipped, keep_latest, latest_verified
 
 if TYPE_CHECKING:
-    from dcp_adapters.delta.apply import apply_deltas
-    from dcp_adapters.delta.chain import Anchors, removable
-    from dcp_adapters.delta.files import PatchedCopy, WrittenDelta, patched_copy, write_delta
-    from dcp_adapters.delta.live import HeldVersion
-    from dcp_adapters.delta.patch import Delta
-    from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes, open_delta, save_delta
-    from dcp_adapters.delta.retention import checkpoint_bases, remove_checkpoints
+    from dcp_adapters.delta import (
+        Anchors,
+        Delta,
+        HeldVersion,
+        PatchedCopy,
+        WrittenDelta,
+        apply_deltas,
+        checkpoint_bases,
+        delta_from_bytes,
+        delta_to_bytes,
+        open_delta,
+        patched_copy,
+        removable,
+        remove_checkpoints,
+        save_delta,
+        write_delta,
+    )
     from dcp_adapters.digests.digest import digest, tensor_digests
     from dcp_adapters.gguf.export import export_gguf
     from dcp_adapters.hf.exporting.export import export_hf
     from dcp_adapters.hf.exporting.shared_scales import fused_linears
     from dcp_adapters.hf.reading.importing import import_hf
-    from dcp_adapters.streams.buckets import TensorRecord
-    from dcp_adapters.streams.process_group import GroupReceiver, GroupSender, join_group
-    from dcp_adapters.streams.shared_memory import SharedMemoryReceiver, SharedMemorySender
-    from dcp_adapters.streams.transport import Incoming, WeightStreamError
-    from dcp_adapters.streams.vllm_source import vllm_source
-    from dcp_adapters.streams.weight_stream import WeightStream
+    from dcp_adapters.streams import (
+        GroupReceiver,
+        GroupSender,
+        Incoming,
+        SharedMemoryReceiver,
+        SharedMemorySender,
+        TensorRecord,
+        WeightStream,
+        WeightStreamError,
+        join_group,
+        vllm_source,
+    )
 
 __all__ = [
     "Anchors",
@@ -105,39 +122,39 @@ __all__ = [
     "write_delta",
 ]
 
-# public name -> the module that it comes from, with its first use
+# public name -> the package or module that it comes from
 _HOMES = {
-    "apply_deltas": "dcp_adapters.delta.apply",
-    "Anchors": "dcp_adapters.delta.chain",
-    "removable": "dcp_adapters.delta.chain",
-    "PatchedCopy": "dcp_adapters.delta.files",
-    "WrittenDelta": "dcp_adapters.delta.files",
-    "patched_copy": "dcp_adapters.delta.files",
-    "write_delta": "dcp_adapters.delta.files",
-    "HeldVersion": "dcp_adapters.delta.live",
-    "Delta": "dcp_adapters.delta.patch",
-    "delta_from_bytes": "dcp_adapters.delta.patch_format",
-    "delta_to_bytes": "dcp_adapters.delta.patch_format",
-    "open_delta": "dcp_adapters.delta.patch_format",
-    "save_delta": "dcp_adapters.delta.patch_format",
-    "checkpoint_bases": "dcp_adapters.delta.retention",
-    "remove_checkpoints": "dcp_adapters.delta.retention",
+    "Anchors": "dcp_adapters.delta",
+    "Delta": "dcp_adapters.delta",
+    "HeldVersion": "dcp_adapters.delta",
+    "PatchedCopy": "dcp_adapters.delta",
+    "WrittenDelta": "dcp_adapters.delta",
+    "apply_deltas": "dcp_adapters.delta",
+    "checkpoint_bases": "dcp_adapters.delta",
+    "delta_from_bytes": "dcp_adapters.delta",
+    "delta_to_bytes": "dcp_adapters.delta",
+    "open_delta": "dcp_adapters.delta",
+    "patched_copy": "dcp_adapters.delta",
+    "removable": "dcp_adapters.delta",
+    "remove_checkpoints": "dcp_adapters.delta",
+    "save_delta": "dcp_adapters.delta",
+    "write_delta": "dcp_adapters.delta",
     "digest": "dcp_adapters.digests.digest",
     "tensor_digests": "dcp_adapters.digests.digest",
     "export_gguf": "dcp_adapters.gguf.export",
     "export_hf": "dcp_adapters.hf.exporting.export",
     "fused_linears": "dcp_adapters.hf.exporting.shared_scales",
     "import_hf": "dcp_adapters.hf.reading.importing",
-    "TensorRecord": "dcp_adapters.streams.buckets",
-    "GroupReceiver": "dcp_adapters.streams.process_group",
-    "GroupSender": "dcp_adapters.streams.process_group",
-    "join_group": "dcp_adapters.streams.process_group",
-    "SharedMemoryReceiver": "dcp_adapters.streams.shared_memory",
-    "SharedMemorySender": "dcp_adapters.streams.shared_memory",
-    "Incoming": "dcp_adapters.streams.transport",
-    "WeightStreamError": "dcp_adapters.streams.transport",
-    "vllm_source": "dcp_adapters.streams.vllm_source",
-    "WeightStream": "dcp_adapters.streams.weight_stream",
+    "GroupReceiver": "dcp_adapters.streams",
+    "GroupSender": "dcp_adapters.streams",
+    "Incoming": "dcp_adapters.streams",
+    "SharedMemoryReceiver": "dcp_adapters.streams",
+    "SharedMemorySender": "dcp_adapters.streams",
+    "TensorRecord": "dcp_adapters.streams",
+    "WeightStream": "dcp_adapters.streams",
+    "WeightStreamError": "dcp_adapters.streams",
+    "join_group": "dcp_adapters.streams",
+    "vllm_source": "dcp_adapters.streams",
 }
 
 

@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor, multiprocessing, nn
 from torch.distributed.fsdp import fully_shard
 
-from dcp_adapters import SharedMemoryReceiver, SharedMemorySender, WeightStream
+from dcp_adapters.streams import SharedMemoryReceiver, SharedMemorySender, WeightStream
 from fsdp_hooks import sync_scales
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize_
 from qtensor import quantized_model_init as quantized_init

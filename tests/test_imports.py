@@ -160,6 +160,39 @@ PUBLIC: dict[str, list[str]] = {
     ],
 }
 
+# public names of dcp_adapters -> the package that is their home
+HOMES: dict[str, list[str]] = {
+    "dcp_adapters.delta": [
+        "Anchors",
+        "Delta",
+        "HeldVersion",
+        "PatchedCopy",
+        "WrittenDelta",
+        "apply_deltas",
+        "checkpoint_bases",
+        "delta_from_bytes",
+        "delta_to_bytes",
+        "open_delta",
+        "patched_copy",
+        "removable",
+        "remove_checkpoints",
+        "save_delta",
+        "write_delta",
+    ],
+    "dcp_adapters.streams": [
+        "GroupReceiver",
+        "GroupSender",
+        "Incoming",
+        "SharedMemoryReceiver",
+        "SharedMemorySender",
+        "TensorRecord",
+        "WeightStream",
+        "WeightStreamError",
+        "join_group",
+        "vllm_source",
+    ],
+}
+
 every_package = pytest.mark.parametrize("package", ALLOWED)
 
 
@@ -277,6 +310,44 @@ def test_the_public_surface_is_frozen(package: str) -> None:
     assert sorted(module.__all__) == PUBLIC[package]
     for name in module.__all__:
         assert getattr(module, name).__doc__, f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_deltas_and_streams_have_homes(home: str) -> None:
+    module, package = importlib.import_module(home), importlib.import_module("dcp_adapters")
+    assert sorted(module.__all__) == HOMES[home]
+    for name in HOMES[home]:
+        assert getattr(module, name) is getattr(package, name)
+        assert name in dir(module)
+    with pytest.raises(AttributeError, match=f"module '{home}' has no attribute 'nothing'"):
+        _ = module.nothing
+
+
+LOADED_BY = """
+import sys
+import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor
+before = set(sys.modules)
+import dcp_adapters
+print(*sorted(set(sys.modules) - before))
+"""
+# folders of dcp_adapters that saves and loads need, and how many modules with them and those of the lower packages
+NEEDED = ("torch_private", "plain", "format", "stored", "save", "load", "delta.coding")
+MODULES = 200
+
+
+def test_importing_dcp_adapters_loads_what_saves_and_loads_need() -> None:
+    """No command line, no Hugging Face directories, no GGUF, no streams; and nothing else's but xxhash."""
+    done = subprocess.run([sys.executable, "-c", LOADED_BY], cwd=REPO, capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    ours = [name for name in loaded if name.partition(".")[0] in ALLOWED]
+    assert "dcp_adapters.load.planner" in ours
+    for name in ours:
+        below = name.partition(".")[2]
+        known = not below or below == "delta" or f"{below}.".startswith(tuple(f"{folder}." for folder in NEEDED))
+        assert known or name.startswith(("qtensor", "fsdp_hooks")), name
+    assert len(ours) <= MODULES
+    others = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names - {*ALLOWED, "torch"}
+    assert others == {"xxhash"}
 
 
 SIDE_EFFECTS = """

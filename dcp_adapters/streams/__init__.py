@@ -8,5 +8,25 @@ together.py        steps of a pass that may fail on one rank
 weight_stream.py   WeightStream: a model or state dict -> buckets of tensors, and `send`
 shared_memory.py   an engine on the same host: memory of the trainer, mapped by the engine; wires.py has ring and socket
 process_group.py   an engine anywhere: broadcasts of torch.distributed, over gloo or NCCL; link.py makes these calls
-vllm_source.py     vLLM's own seam for weights
+vllm.py            vllm_source: vLLM's own seam for weights
 """
+
+from dcp_adapters.streams.buckets import TensorRecord
+from dcp_adapters.streams.process_group import GroupReceiver, GroupSender, join_group
+from dcp_adapters.streams.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from dcp_adapters.streams.transport import Incoming, WeightStreamError
+from dcp_adapters.streams.vllm import vllm_source
+from dcp_adapters.streams.weight_stream import WeightStream
+
+__all__ = [
+    "GroupReceiver",
+    "GroupSender",
+    "Incoming",
+    "SharedMemoryReceiver",
+    "SharedMemorySender",
+    "TensorRecord",
+    "WeightStream",
+    "WeightStreamError",
+    "join_group",
+    "vllm_source",
+]

@@ -68,7 +68,7 @@ def test_the_api_page_of_a_package_has_every_public_name_once(package: str) -> N
         if match["path"].endswith(f"{match['name']}.{match['name']}")
     }
     assert doubled == of_modules, "of two alike, MkDocs takes the module for the function"
-    members = re.findall(r"^::: \w+\.(\w+)\n +options:\n +members: \[(.+)\]$", one.text, re.M)
+    members = re.findall(r"^::: [\w.]+\.(\w+)\n +options:\n +members: \[(.+)\]$", one.text, re.M)
     for name, names in members:
         documented = getattr(importlib.import_module(package), name)
         for member in names.split(", "):
