@@ -62,7 +62,6 @@ QUESTIONS = {  # cheap ones first
     "plan_scaling": Question(50, full=True),
     "checkpoints": Question(160),
     "gather": Question(145),
-    "rounding": Question(200),
     "growth": Question(295),
     "calibration": Question(300, full=True),
 }
