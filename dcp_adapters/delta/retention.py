@@ -4,8 +4,7 @@
     runs/step-1010          delta to ../step-1000
     runs/step-1020          delta to ../step-1000      keep=["step-1020"] keeps step-1000, too
 
-A checkpoint goes after all deltas to it, and its `.metadata` before its data: wherever this is interrupted, what is
-left loads or is no checkpoint.
+How checkpoints go, and in which order, is told in stored/removal.py.
 """
 
 import os
@@ -16,7 +15,7 @@ from dcp_adapters.delta.chain import refuse_one_name, removable
 from dcp_adapters.format.manifest import base_of
 from dcp_adapters.stored.reading.metadata_checks import METADATA
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
-from dcp_adapters.stored.saves import linked, remove
+from dcp_adapters.stored.removal import linked, remove_unneeded
 
 
 def checkpoint_bases(root: str | os.PathLike[str]) -> dict[str, str | None]:
@@ -72,9 +71,14 @@ def remove_checkpoints(root: str | os.PathLike[str], keep: Collection[str | os.P
     }
     named = {place.name for place in linked(root) if place.name in bases}
     may_go = removable(bases | elsewhere, {_name(root, kept) for kept in keep} | named) - elsewhere.keys()
-    gone = [root / name for name in sorted(may_go, key=lambda name: (bases[name] is None, name))]
-    remove(gone, [root / name for name in bases if name not in may_go])
-    return gone
+
+    def needs(checkpoint: Path) -> list[Path]:
+        base = bases[checkpoint.name]
+        return [] if base is None else [(root / base).resolve()]
+
+    deltas_first = sorted(may_go, key=lambda name: (bases[name] is None, name))
+    staying = [root / name for name in bases if name not in may_go]
+    return remove_unneeded(root, [root / name for name in deltas_first], staying, needs)
 
 
 def _name(root: Path, kept: str | os.PathLike[str]) -> str:

@@ -7,6 +7,7 @@ verify.py            is it what was saved? every chunk is read once; findings ar
 manifest_faults.py   does the manifest fit what is stored?
 deep.py              what the tensors mean: payload, scale, history and master of one step?
 saves.py             the newest save of a directory that verifies; removing older ones
+removal.py           which saves may go, in which order, and how
 findings.py          findings and counts
 part_values.py       values of scales and payloads that no healthy weight has
 numeric_error.py     how far one tensor's values are from another's

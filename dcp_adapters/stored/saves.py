@@ -13,11 +13,9 @@ taken, and nothing is removed unless newer saves have just been verified.
 
 import os
 import re
-import shutil
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Literal
 
@@ -25,16 +23,16 @@ import torch.distributed as dist
 
 from dcp_adapters.format.manifest import base_of
 from dcp_adapters.format.soundness import Level, check_level
-from dcp_adapters.plain.durable import sync, sync_name
 from dcp_adapters.plain.words import listed
+from dcp_adapters.stored.reading.metadata_checks import METADATA
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
+from dcp_adapters.stored.removal import is_save, remove_unneeded
 from dcp_adapters.stored.verify import verify
 from fsdp_hooks.ranks.across_ranks import on_first
 from fsdp_hooks.ranks.waiting import IN_GROUP, waited_for
 
 Order = Literal["written", "number"]
 Needs = Callable[[Path], Iterable[str | os.PathLike[str]]]
-METADATA = ".metadata"
 NUMBER = re.compile(r"[0-9]+")
 
 
@@ -168,13 +166,12 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
         if len(found.verified) < keep:
             return found
         older = candidates[candidates.index(found.verified[-1]) + 1 :]
-        saves = [path for path in older if _is_save(path) and not path.is_symlink()]
+        saves = [path for path in older if is_save(path) and not path.is_symlink()]
         staying = [path for path in candidates if path not in saves]
-        needed = _Needed(Path(directory), needs or (lambda _: ()))
-        spared = needed.among(saves, staying)
-        removed = [path for path in saves if path not in spared]
-        remove(needed.in_order(removed), [*staying, *spared])
-        return Retained(found.verified, tuple(removed), tuple(path for path in saves if path in spared), found.skipped)
+        told = needs or (lambda _: ())
+        removed = remove_unneeded(Path(directory), saves, staying, lambda save: _needed_by(save, Path(directory), told))
+        spared = tuple(path for path in saves if path not in removed)
+        return Retained(found.verified, tuple(removed), spared, found.skipped)
 
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep_latest: keep={keep!r}, expected a whole number from 1 on")
@@ -245,62 +242,17 @@ def _reason(path: Path, level: Level) -> str | None:
     return f"{errors[0]}{more}"
 
 
-def linked(directory: Path) -> set[Path]:
-    """What symbolic links in the directory name."""
-    return {path.resolve() for path in directory.iterdir() if path.is_symlink()}
+def _needed_by(save: Path, directory: Path, told: Needs) -> list[Path]:
+    """What one save cannot do without: the base of a delta, and what the caller tells."""
+    return [*_bases(save), *(_place(save, other, directory) for other in told(save))] if is_save(save) else []
 
 
-def _is_save(path: Path) -> bool:
-    """Whether a directory has a `.metadata`; of one that may not be looked into nobody can tell."""
-    try:
-        return (path / METADATA).is_file()
-    except OSError:
-        return False
-
-
-@dataclass(frozen=True)
-class _Needed:
-    """What the saves of a directory cannot do without: the bases of deltas, and what the caller tells."""
-
-    directory: Path
-    told: Needs
-
-    def by(self, save: Path) -> list[Path]:
-        """What one save needs."""
-        return [*_bases(save), *(self._place(save, other) for other in self.told(save))] if _is_save(save) else []
-
-    def _place(self, save: Path, other: str | os.PathLike[str]) -> Path:
-        path = Path(other)
-        place = (self.directory / path if len(path.parts) == 1 else path).resolve()
-        if not place.exists():
-            raise ValueError(f"{save.name} needs {other}, which is not there; nothing has been removed")
-        return place
-
-    def among(self, saves: Iterable[Path], staying: Iterable[Path]) -> set[Path]:
-        """Those of the saves that must stay because of a link, or of others that stay."""
-        by_place = {path.resolve(): path for path in saves}
-        found = {by_place[place] for place in linked(self.directory) if place in by_place}
-        waiting = [*staying, *found]
-        while waiting:
-            for place in self.by(waiting.pop()):
-                base = by_place.get(place)
-                if base is not None and base not in found:
-                    found.add(base)
-                    waiting.append(base)
-        return found
-
-    def in_order(self, removed: Sequence[Path]) -> list[Path]:
-        """Each before those that it needs, so that an interruption leaves none without."""
-        by_place = {path.resolve(): path for path in removed}
-        users: dict[Path, set[Path]] = {path: set() for path in removed}
-        for path in removed:
-            for place in self.by(path):
-                if place in by_place and by_place[place] != path:
-                    users[by_place[place]].add(path)
-        try:
-            return list(TopologicalSorter(users).static_order())
-        except CycleError:  # they need each other, and go together
-            return list(removed)
+def _place(save: Path, other: str | os.PathLike[str], directory: Path) -> Path:
+    path = Path(other)
+    place = (directory / path if len(path.parts) == 1 else path).resolve()
+    if not place.exists():
+        raise ValueError(f"{save.name} needs {other}, which is not there; nothing has been removed")
+    return place
 
 
 def _bases(save: Path) -> list[Path]:
@@ -312,21 +264,3 @@ def _bases(save: Path) -> list[Path]:
             f"{save.name}: nobody can tell which saves it needs ({error}); mend or remove it. Nothing has been removed"
         ) from error
     return [] if link is None else [(save.resolve() / link.path).resolve()]
-
-
-def remove(saves: Iterable[Path], staying: Iterable[Path]) -> None:
-    """Remove saves, each so that at no moment a part of it looks like a whole one.
-
-    Before the first of them goes, the saves that stay are on the disk with their names, whatever wrote them: else a
-    power loss could leave neither.
-    """
-    for path in filter(_is_save, staying):
-        for file in path.iterdir():
-            if file.is_file():
-                sync(file)
-        sync(path)
-        sync_name(path)
-    for path in saves:
-        (path / METADATA).unlink()
-        sync(path)
-        shutil.rmtree(path)
