@@ -157,11 +157,11 @@ def quantizing_inputs(model: nn.Module, names: list[str], recipe: Recipe) -> lis
     Each row (token) is rounded by itself; NVFP4 has one global scale a row.
     """
     from qtensor.numerics import kernels
-    from qtensor.products.dynamic import quantized_rows
+    from qtensor.products.dynamic import quantize_rows
 
     def rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         flat = inputs[0].flatten(0, -2)  # [tokens, K]
-        values = kernels.decode(quantized_rows(flat, recipe), recipe.of_rows, torch.float32)
+        values = kernels.decode(quantize_rows(flat, recipe), recipe.of_rows, torch.float32)
         return (values.view_as(inputs[0]), *inputs[1:])
 
     return [model.get_submodule(name).register_forward_pre_hook(rounded) for name in names]

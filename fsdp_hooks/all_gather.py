@@ -76,7 +76,7 @@ class AllGatherHooks:
         """Names of the parts that the all-gather sends, in their order; the others are copied from the shard."""
         raise NotImplementedError
 
-    def _gathered(self, parts: Mapping[str, Tensor], dtype: torch.dtype, sharding: Sharding) -> Tensor:
+    def _build_gathered(self, parts: Mapping[str, Tensor], dtype: torch.dtype, sharding: Sharding) -> Tensor:
         """A tensor of the same kind around gathered parts."""
         raise NotImplementedError
 
@@ -89,7 +89,7 @@ class AllGatherHooks:
         rows = self._sharding.padded_rows or self.shape[0]
         along, parts = self._row_parts(), self.parts()
         inputs = [
-            _as_bytes(_padded(parts[name], rows) if name in along else parts[name].reshape(1))
+            _as_bytes(_pad(parts[name], rows) if name in along else parts[name].reshape(1))
             for name in self._sent_parts()
         ]
         return tuple(inputs), rows
@@ -127,7 +127,7 @@ class AllGatherHooks:
         buffers = {**received, **own}
         parts = {name: _from_bytes(buffers[name], part.dtype) for name, part in shard.items()}
         parts |= {name: part.reshape(-1) for name, part in parts.items() if name not in along}
-        whole = self._gathered(parts, param_dtype, Sharding(shards=ShardRows(rows)))
+        whole = self._build_gathered(parts, param_dtype, Sharding(shards=ShardRows(rows)))
         return whole, tuple(own.values())
 
 
@@ -147,7 +147,7 @@ def _from_bytes(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     return buffer.view(dtype)
 
 
-def _padded(part: Tensor, rows: int) -> Tensor:
+def _pad(part: Tensor, rows: int) -> Tensor:
     """`part` padded to `rows` with rows that nobody reads: a view where its storage is long enough, else a copy.
 
     Shards that were moved (CPU offload) have lost their padding and are copied; each byte is written once.

@@ -6,7 +6,7 @@
 
 torch applies such a bit before an operation runs, but not in two places: where memory is read as bytes, and inside
 `__torch_dispatch__`, for everything torch does before it is switched off there. So values would change their sign
-without an error. Who reads bytes calls `resolved`; the op tables call `on_resolved`.
+without an error. Who reads bytes calls `resolve`; the op tables call `call_resolved`.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,14 +20,14 @@ from fsdp_hooks.torch_private import is_zero_tensor, tree_map, without_torch_fun
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def resolved(x: Tensor) -> Tensor:
+def resolve(x: Tensor) -> Tensor:
     """`x` itself where its memory holds its values, else a copy whose memory does."""
     if torch.compiler.is_dynamo_compiling():  # it can trace these, but not the questions
         return x.resolve_conj().resolve_neg()
     return x.clone() if is_lazy(x) else x
 
 
-def on_resolved(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_resolved(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """handler(func, args, kwargs) where no operand is lazy; what the op writes is written into a lazy operand itself.
 
     For `__torch_dispatch__`, which calls it for all operands at once.

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AllGatherHooks
 from fsdp_hooks.ranks.across_ranks import all_reduce
-from fsdp_hooks.ranks.exchange import Label, RanksDifferError, channel_of, in_order, largest, tell_failure
-from fsdp_hooks.ranks.partners import Partners, check_complete, pooled
+from fsdp_hooks.ranks.exchange import Label, RanksDifferError, channel_of, in_order, reduce_max, tell_failure
+from fsdp_hooks.ranks.partners import Partners, check_complete, pool
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
 from fsdp_hooks.writable import unwritable
@@ -138,7 +138,7 @@ def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]], meeting: Seq
             raise
         met = torch.zeros(1, dtype=torch.float32, device=shards[0].device if shards else "cpu")
         (*agreed, _), collectives = max_over_groups(what, labels, [*claims, met], groups)
-        agreed = pooled([one and one.names for one in partners], [scales.pooled for scales in held], agreed)
+        agreed = pool([one and one.names for one in partners], [scales.pooled for scales in held], agreed)
         for scales, claim in zip(held, agreed, strict=True):
             scales.adopt(claim)
         # dense shards (storage="high_precision") keep their values
@@ -231,7 +231,7 @@ def max_over_groups(
             continue
         try:
             own_labels, own_values = [labels[index] for index in indices], [result[index] for index in indices]
-            pieces, calls = largest(what, own_labels, own_values, channel_of(group))
+            pieces, calls = reduce_max(what, own_labels, own_values, channel_of(group))
         except RanksDifferError as error:
             trouble = error
             continue

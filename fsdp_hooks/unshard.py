@@ -87,12 +87,14 @@ def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Modu
             then sharded them again.
         ValueError: a changed parameter is gone or has another shape than before (nothing was stored).
     """
-    with holding(module, [child for child in module.modules() if isinstance(child, FSDPModule)], writeback=writeback):
+    with hold_gathered(
+        module, [child for child in module.modules() if isinstance(child, FSDPModule)], writeback=writeback
+    ):
         yield module
 
 
 @contextmanager
-def holding(module: nn.Module, groups: Iterable[FSDPModule], *, writeback: bool) -> Iterator[None]:
+def hold_gathered(module: nn.Module, groups: Iterable[FSDPModule], *, writeback: bool) -> Iterator[None]:
     """`unsharded` for some of the FSDP modules in `module` only, such as a root without its layers."""
     groups = [group for group in groups if group not in _held]
     if not groups:

@@ -8,7 +8,7 @@
     peft                                      base_model., model., base_layer., original_module.
 
 A model may well have an attribute called `module` or `model`, so plain names need the modules (`plain_modules`,
-`Names`). Of names alone (`plain_name`) only what no model has is taken away.
+`PlainNames`). Of names alone (`plain_name`) only what no model has is taken away.
 
 What else a module of peft holds is an adapter: tensors beside the model's own, which change what it computes until they
 are merged. They keep the names that they have, after the plain name of what they adapt (`l.0.q_proj.lora_A.default`).
@@ -38,7 +38,7 @@ def plain_name(name: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ModulePlace:
     """A module, once for each path to it.
 
     Attributes:
@@ -71,7 +71,7 @@ class Place:
         return any(param is not None and id(param) not in own for param in held)
 
 
-def places(model: nn.Module) -> Iterator[Place]:
+def places(model: nn.Module) -> Iterator[ModulePlace]:
     """All modules, in the order of `named_modules(remove_duplicate=False)`."""
     yield from _places(model, "", "", adapter=False)
 
@@ -102,14 +102,14 @@ def module_named(model: nn.Module, name: str) -> nn.Module:
 
 def plain_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """As `named_parameters()`, by plain names; adapters are among them."""
-    names = Names(model)
+    names = PlainNames(model)
     for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
         yield names.plain(name), param
 
 
 def plain_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
     """As `named_buffers()`, by plain names; adapters are among them."""
-    names = Names(model)
+    names = PlainNames(model)
     for name, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
         yield names.plain(name), buffer
 
@@ -125,7 +125,7 @@ def without_replication(model: nn.Module) -> nn.Module:
     return inside
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap(module: nn.Module) -> nn.Module:
     """What all wrappers around a module wrap."""
     while inner := _inner(module):
         module = module._modules[inner]  # type: ignore[assignment]
@@ -142,7 +142,7 @@ def merged(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(place.name for place in places(model) if place.merged()))
 
 
-class Names:
+class PlainNames:
     """Plain names of a model's modules and tensors, from those of `named_parameters()`, `state_dict()` and the like."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -166,7 +166,7 @@ class Names:
         place, own = self._owner(plain_name(name))
         return isinstance(place.module, AveragedModel) and own == "n_averaged"
 
-    def _owner(self, key: str) -> tuple[Place, str]:
+    def _owner(self, key: str) -> tuple[ModulePlace, str]:
         parent, _, own = key.rpartition(".")
         while parent not in self._places:
             parent, _, step = parent.rpartition(".")
@@ -176,7 +176,7 @@ class Names:
 
 def plain_state_dict(model: nn.Module, *, keep_vars: bool = False, adapters: bool = True) -> dict[str, Any]:
     """`state_dict()` by plain names, with or without adapters; counters of wrappers are not in it."""
-    names = Names(model)
+    names = PlainNames(model)
     return {
         names.plain(name): value
         for name, value in model.state_dict(keep_vars=keep_vars).items()
@@ -184,10 +184,10 @@ def plain_state_dict(model: nn.Module, *, keep_vars: bool = False, adapters: boo
     }
 
 
-def _places(module: nn.Module, path: str, name: str, *, adapter: bool) -> Iterator[Place]:
+def _places(module: nn.Module, path: str, name: str, *, adapter: bool) -> Iterator[ModulePlace]:
     inner = "" if adapter else _inner(module)
     of_peft = not adapter and _of_peft(module)
-    yield Place(path, name, module, inner, adapter or of_peft)
+    yield ModulePlace(path, name, module, inner, adapter or of_peft)
     for key, child in module._modules.items():
         if child is not None:
             own = name if key == inner else f"{name}.{key}".removeprefix(".")

@@ -143,7 +143,7 @@ def converted(value: Tensor, to: Target) -> Tensor:
         return quantize(value, to)
     if value.recipe.stored == to.stored:
         return value
-    parts = exact.converted(value.dequantize(torch.float32), to, value.parts(), value.recipe)
+    parts = exact.convert_parts(value.dequantize(torch.float32), to, value.parts(), value.recipe)
     return QuantizedTensor.from_parts(parts, to, value.dtype)
 
 

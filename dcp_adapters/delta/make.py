@@ -13,7 +13,7 @@ from dcp_adapters.delta.state_digest import blob_digest, state_digest
 from dcp_adapters.format.source import Source, Stored
 from dcp_adapters.plain.progress_bar import Advance, unseen
 from dcp_adapters.plain.words import in_lines
-from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
+from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def refuse_empty(layout: StateLayout) -> None:
 
 def sum_of(tensor: Tensor) -> int:
     """The byte sum of a whole part."""
-    return int(byte_sums([Piece.whole(tensor)]))
+    return int(byte_sums([TensorPiece.whole(tensor)]))
 
 
 def _blob(source: Source, name: str) -> bytes:

@@ -23,7 +23,7 @@ from dcp_adapters.hf.models.adapters import renamed
 from dcp_adapters.plain.plain_memory import is_plain, without_bytes
 from dcp_adapters.plain.words import in_lines
 from dcp_adapters.torch_private import flatten_state_dict
-from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
+from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 from fsdp_hooks.ranks.across_ranks import ALONE, Alone, chosen_ranks, device_of, is_counted, is_first, on_all
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.wrappers import plain_name
@@ -37,7 +37,7 @@ class Shard:
     """
 
     key: str
-    piece: Piece
+    piece: TensorPiece
     counts: bool
 
 
@@ -85,7 +85,7 @@ class Shards:
         tensors: the local bytes of each key; keys that are missing add nothing.
         """
         sums = torch.zeros(3, len(self.held), dtype=torch.int64, device="cpu")
-        by_device: dict[torch.device, list[tuple[int, Piece]]] = {}
+        by_device: dict[torch.device, list[tuple[int, TensorPiece]]] = {}
         for number, (key, shard) in enumerate(self.held.items()):
             data = tensors.get(key)
             if data is not None and data.numel():
@@ -179,4 +179,4 @@ def _shard(key: str, tensor: Tensor, group: dist.ProcessGroup | None) -> Shard:
         raise ValueError(f"{key}: {problem}")
     if not is_plain(local):
         raise ValueError(f"{key} is a {type(local).__name__}, of which no bytes are known here; dequantize it first")
-    return Shard(key, Piece(local, shape, tuple(offsets)), counts and local.numel() > 0)
+    return Shard(key, TensorPiece(local, shape, tuple(offsets)), counts and local.numel() > 0)

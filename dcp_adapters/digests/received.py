@@ -19,7 +19,7 @@ from dcp_adapters.hf.models.wanted_names import wanted_names
 from dcp_adapters.hf.reading.as_checkpoint import presented, renamed
 from dcp_adapters.hf.reading.schemes import DTYPES, contents_of, weight_names
 from dcp_adapters.plain.plain_memory import is_plain
-from fsdp_hooks.kernels.byte_sums import Piece
+from fsdp_hooks.kernels.byte_sums import TensorPiece
 
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 PLACE = Path("the received tensors")
@@ -67,7 +67,7 @@ class ReceivedSource(Source):
         """Not needed: tensors are taken piece by piece."""
         raise NotImplementedError
 
-    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+    def pieces(self, name: str, part: str) -> Iterator[TensorPiece]:
         """As the tensors hold them, on their device."""
         placed = self._made.placed[self.entries[name].key(part)]
         return (placed.piece(chunk, self._held) for chunk in placed.chunks)

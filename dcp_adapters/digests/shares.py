@@ -21,7 +21,7 @@ from dcp_adapters.format.part_places import Box, box_of, part_box
 from dcp_adapters.format.placements import placement_problem
 from dcp_adapters.format.weight_sums import digested_parts
 from dcp_adapters.plain.plain_memory import without_bytes
-from fsdp_hooks.kernels.byte_sums import Piece
+from fsdp_hooks.kernels.byte_sums import TensorPiece
 from fsdp_hooks.ranks.across_ranks import Ranks, is_counted, is_first
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from qtensor.spec.format import PartSpec
@@ -35,7 +35,7 @@ class Share:
     part: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    held: Piece | None
+    held: TensorPiece | None
     device: torch.device
 
     @property
@@ -95,7 +95,7 @@ class Shares:
                     f"{name}: this rank holds {tuple(data.shape)} of its {place.part or 'values'}, expected "
                     f"{place.box[1]} of {shape}"
                 )
-            held = None if place.box is None else Piece(data, shape, place.box[0])
+            held = None if place.box is None else TensorPiece(data, shape, place.box[0])
             found.append(Share(name, place.part, dtype, shape, held, data.device))
         return found
 

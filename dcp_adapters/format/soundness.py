@@ -89,7 +89,7 @@ class TensorCheck:
             if fault is not None:
                 what = f"{fault}: payload, scale and history are of different steps"
                 yield Problem(self.entry.key("amax_history"), what)
-        self.own.finish()
+        self.own.judge_tensor_wide()
         if self.own.others:
             message = (
                 f"{self.own.others} of {self.own.scales} scales are not those that their values ask for under "
@@ -105,7 +105,7 @@ class TensorCheck:
             if not check.differing:
                 wrong = "its scale is that of another amax"
             message = f"it is not what {name} requantizes to ({wrong}): {BEHIND}"
-            found[name] = None if check.finish() else Problem(self.entry.name, message)
+            found[name] = None if check.parts_belong() else Problem(self.entry.name, message)
         return found
 
     def fits(self) -> dict[str, int]:

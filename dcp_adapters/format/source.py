@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.format.entry import Entry
-from fsdp_hooks.kernels.byte_sums import Piece
+from fsdp_hooks.kernels.byte_sums import TensorPiece
 from fsdp_hooks.ranks.across_ranks import Ranks, rank_of
 
 
@@ -71,9 +71,9 @@ class Source:
         """One part."""
         return self.parts(name)[part]
 
-    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+    def pieces(self, name: str, part: str) -> Iterator[TensorPiece]:
         """One part in pieces that cover it once, as they are stored: one at a time is in memory."""
-        yield Piece.whole(self.part(name, part))
+        yield TensorPiece.whole(self.part(name, part))
 
     def read(self, name: str) -> Tensor:
         """A whole tensor: a QuantizedTensor where it is quantized."""

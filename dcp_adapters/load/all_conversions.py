@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from dcp_adapters.load.conversion import Conversion
 from dcp_adapters.torch_private import ProcessGroupGloo, all_reduce_max, gloo_group
 from fsdp_hooks.ranks.across_ranks import rank_of
-from fsdp_hooks.ranks.exchange import Channel, RanksDifferError, in_order, largest, tell_failure
-from fsdp_hooks.ranks.partners import pooled
+from fsdp_hooks.ranks.exchange import Channel, RanksDifferError, in_order, reduce_max, tell_failure
+from fsdp_hooks.ranks.partners import pool
 
 Writing = Callable[[str], contextlib.AbstractContextManager[None]]
 
@@ -172,7 +172,7 @@ class Conversions:
         except BaseException:
             self._tell_failure()
             raise
-        reduced = pooled([one.partners for one in self.agreed], [1] * len(own), self._reduced(own))
+        reduced = pool([one.partners for one in self.agreed], [1] * len(own), self._reduced(own))
         for one, agreed in zip(self.agreed, reduced, strict=True):
             self._finish(one, agreed)
 
@@ -193,7 +193,7 @@ class Conversions:
                 members = [number for number, one in enumerate(self.agreed) if group in one.groups]
                 labels = [(self.agreed[number].label,) for number in members]
                 try:
-                    pieces, _ = largest(what, labels, [maxima[number] for number in members], channel)
+                    pieces, _ = reduce_max(what, labels, [maxima[number] for number in members], channel)
                 except RanksDifferError as error:
                     trouble = error
                     continue

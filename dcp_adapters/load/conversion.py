@@ -150,7 +150,7 @@ class Conversion:
         self.inputs.clear()
 
     def _write_quantized(self, q: QuantizedTensor, values: Tensor, agreed: Tensor | None) -> None:
-        parts = exact.converted(values, q.recipe, self._coded(), self.source.recipe, agreed)
+        parts = exact.convert_parts(values, q.recipe, self._coded(), self.source.recipe, agreed)
         specs = {spec.name: spec for spec in specs_of(q.recipe)}
         own = {
             name: narrowed(part, part_box(specs[name], *self.region), part_box(specs[name], *self.box))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_adapters.plain.plain_memory import is_plain
-from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
+from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.writable import meeting
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -55,7 +55,7 @@ class OneMemory:
         target = self._targets[name]
         with self._lock:
             one = self._sums[name]
-            one[0] += int(byte_sums([Piece(tensor.detach(), tuple(target.shape), tuple(item.dest_offsets))]))
+            one[0] += int(byte_sums([TensorPiece(tensor.detach(), tuple(target.shape), tuple(item.dest_offsets))]))
             one[1] += tensor.numel()
             self._compare(name)
 
@@ -69,7 +69,7 @@ class OneMemory:
             yield
             for key in self._written[name]:
                 target = self._targets[key]
-                self._sums[key] = [int(byte_sums([Piece.whole(target)])), target.numel()]
+                self._sums[key] = [int(byte_sums([TensorPiece.whole(target)])), target.numel()]
             for key in self._written[name]:
                 self._compare(key)
 
@@ -79,7 +79,7 @@ class OneMemory:
         if any(self._sums[each][1] < self._targets[each].numel() for each in group):
             return
         for each in group:
-            if (self._sums[each][0] - int(byte_sums([Piece.whole(self._targets[each])]))) % 2**64:
+            if (self._sums[each][0] - int(byte_sums([TensorPiece.whole(self._targets[each])]))) % 2**64:
                 raise ValueError(
                     f"{each} shares memory with {', '.join(other for other in group if other != each)} in the target, "
                     "and the checkpoint has different values for them. They are loaded, one over the other: untie them "

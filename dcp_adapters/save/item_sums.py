@@ -19,7 +19,7 @@ from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.manifest import Manifest
 from dcp_adapters.format.weight_sums import PartSum, digested_parts, tensor_digest
 from dcp_adapters.plain.plain_memory import is_plain
-from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
+from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 
 Sums = list[int | None]  # of items, in their order; None for bytes, and for tensors of another library's class
 
@@ -27,13 +27,13 @@ Sums = list[int | None]  # of items, in their order; None for bytes, and for ten
 def item_sums(items: Sequence[WriteItem], tensor_of: Callable[[WriteItem], Tensor]) -> Sums:
     """What each item adds to the byte sum of its entry, modulo 2^64."""
     sums: Sums = [None] * len(items)
-    by_device: dict[torch.device, list[tuple[int, Piece]]] = {}
+    by_device: dict[torch.device, list[tuple[int, TensorPiece]]] = {}
     for number, item in enumerate(items):
         if item.type == WriteItemType.BYTE_IO:
             continue
         data, placed = tensor_of(item), item.tensor_data
         if placed is not None and is_plain(data):
-            piece = Piece(data.detach(), tuple(placed.size), tuple(placed.chunk.offsets))
+            piece = TensorPiece(data.detach(), tuple(placed.size), tuple(placed.chunk.offsets))
             by_device.setdefault(data.device, []).append((number, piece))
     for pieces in by_device.values():  # one read for each device
         totals = byte_sums([piece for _, piece in pieces]).tolist()

@@ -28,7 +28,7 @@ from dcp_adapters.format.manifest import MANIFEST, Manifest, converted_in, manif
 from dcp_adapters.format.source import Stored
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 from dcp_adapters.stored.reading.rebuilding import Rebuilding
-from fsdp_hooks.kernels.byte_sums import Piece
+from fsdp_hooks.kernels.byte_sums import TensorPiece
 
 BOOKKEEPING = frozenset({MANIFEST, CHECKSUMS})  # entries about the other entries, no data of the user
 
@@ -117,7 +117,7 @@ class StoredCheckpoint(Stored):
         """From disk, all chunks joined."""
         return self.read_key(self.entries[name].key(part))
 
-    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+    def pieces(self, name: str, part: str) -> Iterator[TensorPiece]:
         """From disk, chunk by chunk."""
         key = self.entries[name].key(part)
         record = self.metadata.state_dict_metadata[key]
@@ -129,7 +129,7 @@ class StoredCheckpoint(Stored):
             target = torch.empty(chunk.sizes, dtype=record.properties.dtype, device="cpu")
             into, stored = MetadataIndex(key, start, 0), MetadataIndex(key, chunk.offsets, number)
             self._read(key, [ReadItem(LoadItemType.TENSOR, into, start, stored, start, chunk.sizes)], {key: target})
-            yield Piece(target, tuple(record.size), tuple(chunk.offsets))
+            yield TensorPiece(target, tuple(record.size), tuple(chunk.offsets))
 
     def read_key(self, key: str) -> Tensor:
         """One stored tensor, a part or a dense one, its chunks joined."""

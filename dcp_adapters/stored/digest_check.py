@@ -12,7 +12,7 @@ from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.manifest import MANIFEST, Manifest
 from dcp_adapters.format.weight_sums import PartSum, digested_parts, tensor_digest
 from dcp_adapters.stored.reading.metadata_checks import METADATA, Fault
-from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
+from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 
 OWN = frozenset({MANIFEST, CHECKSUMS})  # of these no digest is made
 
@@ -32,7 +32,7 @@ class DigestCheck:
         """Take a sound chunk of a tensor into account, where the manifest has digests."""
         if self.manifest.digests:
             total, counted = self.read.get(index.fqn, (0, 0))
-            piece = Piece(data, tuple(self.records[index.fqn].size), tuple(index.offset or ()))
+            piece = TensorPiece(data, tuple(self.records[index.fqn].size), tuple(index.offset or ()))
             self.read[index.fqn] = total + int(byte_sums([piece])[0]), counted + data.numel()
 
     def faults(self) -> Iterator[Fault]:

@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 
 from fsdp_hooks.kernels.compiled import Kernel
 from fsdp_hooks.kernels.digest import GOLDEN, MIX, MIX_FIRST
-from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.lazy_bits import resolve
 
 WORD = 4  # bytes
 SMALL = 2**18  # bytes; smaller pieces of one kind are stacked, so that a thousand take a dozen operations
@@ -40,7 +40,7 @@ AT_ONCE_CPU = 2**16  # words read at a time: widened to 64 bits, half a megabyte
 AT_ONCE = 2**22  # words elsewhere; bounds what has to be filled up, and the products
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A box of a tensor: a plain tensor with a storage, the shape of the whole, and where the box begins in it."""
 
     data: Tensor
@@ -48,12 +48,12 @@ class Piece(NamedTuple):
     offsets: tuple[int, ...]
 
     @staticmethod
-    def whole(data: Tensor) -> "Piece":
+    def whole(data: Tensor) -> "TensorPiece":
         """All of a tensor."""
-        return Piece(data, tuple(data.shape), (0,) * data.ndim)
+        return TensorPiece(data, tuple(data.shape), (0,) * data.ndim)
 
 
-def byte_sums(pieces: Sequence[Piece]) -> Tensor:
+def byte_sums(pieces: Sequence[TensorPiece]) -> Tensor:
     """int64 [pieces]: the share of each piece in the sum of its tensor.
 
     Args:
@@ -75,7 +75,7 @@ def byte_sums(pieces: Sequence[Piece]) -> Tensor:
     sums: list[Tensor] = []
     with torch.no_grad():
         for numbers in kinds.values():
-            kind = _Kind(pieces[numbers[0]])
+            kind = _AlikePieces(pieces[numbers[0]])
             order += numbers
             sums += kind.sums([pieces[number].data for number in numbers])
         flat = torch.cat(sums)
@@ -83,10 +83,10 @@ def byte_sums(pieces: Sequence[Piece]) -> Tensor:
         return torch.empty_like(flat).index_copy_(0, places, flat)
 
 
-class _Kind:
+class _AlikePieces:
     """Pieces of one dtype and shape at one place: they share the weights of rows and columns."""
 
-    def __init__(self, like: Piece) -> None:
+    def __init__(self, like: TensorPiece) -> None:
         data, shape, offsets = like
         columns, first = (data.shape[-1], offsets[-1]) if data.ndim else (1, 0)
         self.device, self.nbytes = data.device, data.nbytes
@@ -144,7 +144,7 @@ class _Kind:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """uint8 [bytes] of a plain tensor in logical order, an alias where it is contiguous."""
-    return resolved(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+    return resolve(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _rows_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
@@ -159,12 +159,12 @@ def _rows_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int],
 def _weights(numbers: Tensor) -> Tensor:
     """int64: the outputs of splitmix64 of these numbers (1: the first), made odd."""
     x = numbers * GOLDEN
-    x = (x ^ _shifted(x, 30)) * MIX_FIRST
-    x = (x ^ _shifted(x, 27)) * MIX
-    return (x ^ _shifted(x, 31)).bitwise_or(1)
+    x = (x ^ _shift(x, 30)) * MIX_FIRST
+    x = (x ^ _shift(x, 27)) * MIX
+    return (x ^ _shift(x, 31)).bitwise_or(1)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical shift to the right."""
     return (x >> bits).bitwise_and(2 ** (64 - bits) - 1)
 

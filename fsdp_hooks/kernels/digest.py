@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.kernels.compiled import Kernel
-from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.lazy_bits import resolve
 
 NARROW, WIDE = 64, 1024  # words in a block
 LARGE = 2**18  # bytes; smaller tensors are stacked
@@ -71,7 +71,7 @@ def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor
     alike: dict[tuple[tuple[torch.dtype, torch.Size], ...], list[int]] = {}  # groups of tensors of the same kinds
     for number, group in enumerate(groups):
         alike.setdefault(tuple((tensor.dtype, tensor.shape) for tensor in group), []).append(number)
-    kinds: dict[tuple[torch.dtype, torch.Size], _Kind] = {}
+    kinds: dict[tuple[torch.dtype, torch.Size], _AlikeTensors] = {}
     sizes = [0] * len(groups)
     for keys, numbers in alike.items():
         first = size = 0
@@ -79,7 +79,7 @@ def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor
             tensors = [groups[number][place] for number in numbers]
             kind = kinds.get(key)
             if kind is None:
-                kind = kinds[key] = _Kind(tensors[0])
+                kind = kinds[key] = _AlikeTensors(tensors[0])
             kind.tensors += tensors
             kind.owners += numbers
             kind.firsts += [first] * len(numbers)
@@ -96,11 +96,11 @@ def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor
             owners, firsts = told.to(device, non_blocking=True)
             places = torch.arange(1, kind.blocks + 1, dtype=torch.int64, device=device) + firsts[:, None]
             sums = torch.cat([sum_ for blocks in kind.read() for sum_ in _sums(blocks, weights)])
-            result.index_add_(0, owners, _mixed(sums.view(-1, kind.blocks) * _odd(places)).sum(1))
+            result.index_add_(0, owners, _mix(sums.view(-1, kind.blocks) * _odd(places)).sum(1))
     return result
 
 
-class _Kind:
+class _AlikeTensors:
     """Tensors of one shape and dtype, the group of each, and the number of its first block in that group."""
 
     def __init__(self, like: Tensor) -> None:
@@ -121,7 +121,7 @@ class _Kind:
             return
         whole = self.nbytes - self.nbytes % (8 * self.words)
         for tensor in self.tensors:
-            data = resolved(tensor).reshape(-1).view(torch.uint8)
+            data = resolve(tensor).reshape(-1).view(torch.uint8)
             aligned = data if data.storage_offset() % 8 == 0 else data.clone()
             yield aligned[:whole].view(torch.int64).view(-1, self.words)
             if whole < self.nbytes:
@@ -140,7 +140,7 @@ def _odd(place: Tensor) -> Tensor:
     return (place * GOLDEN) | 1
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix(x: Tensor) -> Tensor:
     """Mix the bits of each number, in place; the shifts are logical, so that x and ~x have different results."""
     x.bitwise_xor_((x >> 32).bitwise_and_(LOW)).mul_(MIX)
     return x.bitwise_xor_((x >> 32).bitwise_and_(LOW))
@@ -160,15 +160,15 @@ def _sums(blocks: Tensor, weights: Tensor) -> Iterator[Tensor]:
 # The width is a constant and weights are loaded from memory, so that the compiled loops are vectorised.
 
 
-def _narrow(blocks: Tensor, weights: Tensor) -> Tensor:
+def _sum_narrow(blocks: Tensor, weights: Tensor) -> Tensor:
     assert blocks.shape[1] == 64
-    return _mixed(blocks * weights).sum(1)
+    return _mix(blocks * weights).sum(1)
 
 
-def _wide(blocks: Tensor, weights: Tensor) -> Tensor:
+def _sum_wide(blocks: Tensor, weights: Tensor) -> Tensor:
     assert blocks.shape[1] == 1024
-    return _mixed(blocks * weights).sum(1)
+    return _mix(blocks * weights).sum(1)
 
 
-_narrow_sums = Kernel(_narrow, "digest_narrow_blocks")
-_wide_sums = Kernel(_wide, "digest_wide_blocks")
+_narrow_sums = Kernel(_sum_narrow, "digest_narrow_blocks")
+_wide_sums = Kernel(_sum_wide, "digest_wide_blocks")

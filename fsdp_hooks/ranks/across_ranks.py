@@ -211,7 +211,7 @@ def raise_together(group: dist.ProcessGroup | None) -> Iterator[None]:
     if not any_of(group, failed is not None):
         return
     outcomes: list[Any] = [None] * group.size()
-    dist.all_gather_object(outcomes, None if failed is None else _told(failed), group=group)
+    dist.all_gather_object(outcomes, None if failed is None else _describe(failed), group=group)
     if failed is not None:
         raise failed
     rank, (text, trace) = next((rank, told) for rank, told in enumerate(outcomes) if told is not None)
@@ -250,7 +250,7 @@ def trace_of(error: BaseException) -> str:
     return text if len(text) <= LONGEST else f"[..]{text[-LONGEST:]}"
 
 
-def _told(error: BaseException) -> tuple[str, str]:
+def _describe(error: BaseException) -> tuple[str, str]:
     """An error in words, and its traceback."""
     notes = [str(note) for note in getattr(error, "__notes__", None) or ()]
     return f"{type(error).__name__}: {_text(error)}" + (f" ({'; '.join(notes)})" if notes else ""), trace_of(error)

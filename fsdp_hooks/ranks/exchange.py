@@ -69,7 +69,9 @@ def in_order(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessGrou
     return list(dict.fromkeys(group for index in order for group in groups[index]))
 
 
-def largest(what: str, labels: Sequence[Label], values: Sequence[Tensor], channel: Channel) -> tuple[list[Tensor], int]:
+def reduce_max(
+    what: str, labels: Sequence[Label], values: Sequence[Tensor], channel: Channel
+) -> tuple[list[Tensor], int]:
     """Elementwise maxima over the ranks of a channel; a collective, and a host sync.
 
     Args:
@@ -119,7 +121,7 @@ def largest(what: str, labels: Sequence[Label], values: Sequence[Tensor], channe
 
 
 def tell_failure(channel: Channel, device: torch.device) -> None:
-    """Take part in the others' `largest` only to tell that this rank failed: all of them raise."""
+    """Take part in the others' `reduce_max` only to tell that this rank failed: all of them raise."""
     message = torch.zeros(FIRST, dtype=torch.float32, device=device)
     message[0] = channel.place + 1
     channel.reduce(message)
@@ -137,7 +139,7 @@ def _difference(lines: Sequence[str], channel: Channel, device: torch.device) ->
     own = "\n".join(lines).encode()
     size = torch.tensor([len(own) * (channel.place == 0)], dtype=torch.int64, device=device)  # fp32 would round it
     channel.reduce(size)
-    theirs = _gathered(own if channel.place == 0 else b"", (1, int(size)), 0, channel, device)[0].split("\n")
+    theirs = _gather_texts(own if channel.place == 0 else b"", (1, int(size)), 0, channel, device)[0].split("\n")
     more, less = Counter(lines) - Counter(theirs), Counter(theirs) - Counter(lines)
     text = "; ".join(
         f"only rank {channel.ranks[place]} has {next(iter(only))!r}{f' and {only.total() - 1} more' * (len(only) > 1)}"
@@ -147,11 +149,11 @@ def _difference(lines: Sequence[str], channel: Channel, device: torch.device) ->
     if not text and lines != theirs:
         text = f"rank {channel.ranks[channel.place]} has them in another order than rank {channel.ranks[0]}"
     shape = len(channel.ranks), SHOWN
-    texts = _gathered(text.encode()[:SHOWN], shape, channel.place, channel, device)
+    texts = _gather_texts(text.encode()[:SHOWN], shape, channel.place, channel, device)
     return next(filter(None, texts), "their shared scales have different sizes")
 
 
-def _gathered(own: bytes, shape: tuple[int, int], row: int, channel: Channel, device: torch.device) -> list[str]:
+def _gather_texts(own: bytes, shape: tuple[int, int], row: int, channel: Channel, device: torch.device) -> list[str]:
     """Texts of several ranks, gathered by MAX alone: each rank fills its row, where all others have zeros."""
     table = torch.zeros(shape, dtype=torch.float32, device="cpu")
     table[row, : len(own)] = torch.tensor(list(own), dtype=torch.float32, device="cpu")

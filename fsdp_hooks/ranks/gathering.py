@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.ranks.across_ranks import device_of
 from fsdp_hooks.torch_private import local_of
 
@@ -30,7 +30,7 @@ ALIGNED = 16  # bytes; each shard begins at a multiple, so that its bytes can be
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardCut:
     """How a tensor is cut: along `dim`, over the ranks of `group`, as torch.chunk cuts."""
 
     group: dist.ProcessGroup
@@ -42,7 +42,7 @@ class Cut:
         return tuple(dist.get_process_group_ranks(self.group))
 
 
-def cut_of(tensor: Tensor) -> Cut | None:
+def cut_of(tensor: Tensor) -> ShardCut | None:
     """How shards of this kind are joined; None for a tensor that is not cut, or in another way than along one dim."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
         return None
@@ -52,11 +52,11 @@ def cut_of(tensor: Tensor) -> Cut | None:
         return None
     mesh = tensor.device_mesh
     expected = _piece(tensor.shape, place.dim, mesh.size(number), mesh.get_local_rank(number))
-    return Cut(mesh.get_group(number), place.dim) if tuple(local_of(tensor).shape) == expected else None
+    return ShardCut(mesh.get_group(number), place.dim) if tuple(local_of(tensor).shape) == expected else None
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PlaceInBuffer:
     """Where the shards of a tensor are in every row, and what they are shards of."""
 
     offset: int
@@ -82,7 +82,7 @@ class Gathering:
         assert first is not None
         self.kept = to is None or to == dist.get_rank()
         self._ranks = len(first.ranks)
-        self._places: dict[Hashable, _Place] = {}
+        self._places: dict[Hashable, _PlaceInBuffer] = {}
         self._rows: Tensor | None = None
         self._work: Any = None
         self._own: Tensor | None = None
@@ -90,7 +90,7 @@ class Gathering:
         for key, tensor in tensors.items():
             cut = cut_of(tensor)
             assert cut is not None and cut.ranks == first.ranks  # noqa: PT018 - one condition
-            self._places[key] = _Place(size, tuple(tensor.shape), cut.dim, tensor.dtype)
+            self._places[key] = _PlaceInBuffer(size, tuple(tensor.shape), cut.dim, tensor.dtype)
             longest = math.prod(_piece(tensor.shape, cut.dim, self._ranks, 0)) * tensor.dtype.itemsize
             size += -(-longest // ALIGNED) * ALIGNED
         if to is None or to in first.ranks:
@@ -105,7 +105,7 @@ class Gathering:
         else:
             own = torch.empty(size, dtype=torch.uint8, device=device)
         for place, shard in zip(self._places.values(), shards, strict=True):
-            flat = resolved(shard.detach()).contiguous().view(-1).view(torch.uint8)
+            flat = resolve(shard.detach()).contiguous().view(-1).view(torch.uint8)
             own[place.offset : place.offset + flat.numel()].copy_(flat)
         self._own = own
         if to is None:

@@ -66,7 +66,7 @@ def check_complete(what: str, given: Iterable[Partners | None], among: str = "th
             )
 
 
-def pooled(partners: Sequence[Hashable | None], sizes: Sequence[int], claims: Sequence[Tensor]) -> list[Tensor]:
+def pool(partners: Sequence[Hashable | None], sizes: Sequence[int], claims: Sequence[Tensor]) -> list[Tensor]:
     """Claims, with the maximum over those of partners in front.
 
     Args:

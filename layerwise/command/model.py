@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from dcp_adapters import import_hf
 from dcp_adapters.hf.models.kept_dtypes import LASTING, LASTING_FP16, lasting_patterns
-from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.lazy_bits import resolve
 from layerwise.command.config import ModelKeys
 from layerwise.command.yaml_text import ConfigError
 
@@ -106,7 +106,7 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return resolved(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+    return resolve(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
 
 
 def vocabulary_of(model: Any) -> int:

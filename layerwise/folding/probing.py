@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.wrappers import plain_modules
 from qtensor.spec.registry import APPEARANCE_DTYPES
 
@@ -253,4 +253,4 @@ def _same_bytes(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return resolved(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+    return resolve(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_hooks.wrappers import plain_modules, unwrapped
+from fsdp_hooks.wrappers import plain_modules, unwrap
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.formats.assignment import Formats
 from layerwise.stages.experts import ExpertBlock
@@ -85,7 +85,7 @@ class Stage:
         """Equal for stages that are built and quantized alike: class, names and shapes of parameters, targets."""
         shapes = tuple((name.removeprefix(self.prefix), tuple(param.shape)) for name, param in self.params().items())
         return (
-            type(unwrapped(self.module)),
+            type(unwrap(self.module)),
             shapes,
             tuple(one.name.removeprefix(self.prefix) for one in self.targets),
             self.recipes,

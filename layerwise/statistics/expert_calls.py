@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_hooks.kernels.digest import GOLDEN
-from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.lazy_bits import resolve
 from layerwise.stages.caller import caller
 from layerwise.stages.experts import INSTEAD, STACKED_CALL, Expert, ExpertBlock
 from layerwise.weights.without_fsdp import without_fsdp
@@ -163,12 +163,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bytes; NaNs are like others."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(*(resolved(x.detach()).contiguous().reshape(-1).view(torch.uint8) for x in (one, other)))
+    return torch.equal(*(resolve(x.detach()).contiguous().reshape(-1).view(torch.uint8) for x in (one, other)))
 
 
 def row_digests(rows: Tensor) -> Tensor:
     """int64 [T]: 64 bits of each row of floating rows [.., K]; rows of the same bits have the same."""
-    flat = resolved(rows.detach()).reshape(-1, rows.shape[-1]).contiguous()
+    flat = resolve(rows.detach()).reshape(-1, rows.shape[-1]).contiguous()
     words = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)  # [T, K]
     places = torch.arange(1, flat.shape[1] + 1, dtype=torch.int64, device=flat.device)
     return (words * (places * GOLDEN | 1)).sum(dim=1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_hooks.unshard import holding
+from fsdp_hooks.unshard import hold_gathered
 from layerwise.stages.stage import Stage
 from layerwise.stages.targets import Target
 from layerwise.weights.own_hooks import KINDS, own_hooks_may_fail
@@ -54,7 +54,7 @@ class Sharded:
         groups = [child for child in stage.everything() if isinstance(child, FSDPModule)]
         # A layer is called without FSDP's hooks; FSDP modules inside it, and the root, are called with them.
         called = [group for group in groups if group is not module or module is self.model]
-        with holding(module, groups, writeback=True):
+        with hold_gathered(module, groups, writeback=True):
             for group in called:
                 group.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
                 group.set_modules_to_forward_prefetch([])

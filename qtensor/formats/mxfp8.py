@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from qtensor.numerics.triton_kernels import ByHand
-from qtensor.products.dynamic import swizzled
+from qtensor.products.dynamic import swizzle
 from qtensor.spec.blocks import BlockFacts, block_amax, finite, fp32, marked_blocks, marks, tile
 from qtensor.spec.codecs import e8m0, fp8
 from qtensor.spec.codecs.fp8 import ELEMENTS
@@ -122,7 +122,7 @@ class MXFP8Tensor(QuantizedTensor):
 
 def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The hardware's product. It reads square blocks as row blocks, since their scales are stored for every row."""
-    x_scale, w_scale = (swizzled(parts["scale"]).view(torch.float8_e8m0fnu) for parts in (x, w))
+    x_scale, w_scale = (swizzle(parts["scale"]).view(torch.float8_e8m0fnu) for parts in (x, w))
     return scaled_mm(
         x["payload"],  # [M, K]
         w["payload"].t(),  # [K, N]

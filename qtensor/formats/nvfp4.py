@@ -22,7 +22,7 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from qtensor.numerics.fineness import ORIGIN, Fineness, fineness
 from qtensor.numerics.triton_kernels import ByHand
-from qtensor.products.dynamic import swizzled
+from qtensor.products.dynamic import swizzle
 from qtensor.spec.blocks import (
     FLT_MAX,
     BlockFacts,
@@ -183,9 +183,9 @@ def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dty
     y = scaled_mm(
         x["payload"].view(torch.float4_e2m1fn_x2),  # [M, K // 2]
         w["payload"].view(torch.float4_e2m1fn_x2).t(),  # [K // 2, N]
-        swizzled(x["scale"]),
+        swizzle(x["scale"]),
         ScalingType.BlockWise1x16,
-        swizzled(w["scale"]),
+        swizzle(w["scale"]),
         ScalingType.BlockWise1x16,
         swizzle_a=SwizzleType.SWIZZLE_32_4_4,
         swizzle_b=SwizzleType.SWIZZLE_32_4_4,

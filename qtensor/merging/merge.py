@@ -40,16 +40,16 @@ from fsdp_hooks.scale_sync import (
 )
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.versions import count_writes
-from fsdp_hooks.wrappers import Names
+from fsdp_hooks.wrappers import PlainNames
 from qtensor.merging.low_rank import LowRankUpdate
 from qtensor.merging.merge_report import COLUMNS, MergeReport, line
 from qtensor.merging.written_memory import why_unwritable
 from qtensor.numerics.tiles import chunk_of
-from qtensor.scales.agreement import claim_of, decided
+from qtensor.scales.agreement import claim_of, decide
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.registry import APPEARANCE_DTYPES
-from qtensor.tensor.contents import decoded, write
+from qtensor.tensor.contents import decode, write
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 Update = LowRankUpdate | Callable[[tuple[slice, ...]], Tensor]
@@ -91,17 +91,19 @@ def merge_(
             since rounding under new scales cost more than the update was.
     """
     named = _named(model_or_named_params)
-    weights, problems = _found(named, _by_own_names(model_or_named_params, named, updates))
-    exchange = _Exchange(named, weights)
+    weights, problems = _find_weights(named, _by_own_names(model_or_named_params, named, updates))
+    exchange = _MergeExchange(named, weights)
     if problems:
         exchange.tell()
         raise ValueError(f"merge_: {'; '.join(problems)}. No weight was written")
     with torch.no_grad():
         moves, agreed = exchange.agree()
         try:
-            sums = [weight.merged(one, moves=yes) for weight, one, yes in zip(weights, agreed, moves, strict=True)]
+            sums = [
+                weight.write_merged(one, moves=yes) for weight, one, yes in zip(weights, agreed, moves, strict=True)
+            ]
         except Exception:
-            exchange.summed(None)
+            exchange.sum_up(None)
             raise
         count_writes(weight.param for weight, yes in zip(weights, moves, strict=True) if yes)
         report = MergeReport(tuple(exchange.lines(sums)))
@@ -110,7 +112,7 @@ def merge_(
 
 
 @dataclass(frozen=True, eq=False)
-class _Weight:
+class _WeightMerge:
     """One weight with its update, as this rank sees them.
 
     Attributes:
@@ -151,7 +153,7 @@ class _Weight:
         """fp32, a copy: what the weight holds."""
         local = self.local
         if isinstance(local, QuantizedTensor):
-            return decoded(local, torch.float32)
+            return decode(local, torch.float32)
         return (local.dense if isinstance(local, HighPrecisionWeight) else local).to(torch.float32, copy=True)
 
     def change(self) -> Tensor:
@@ -159,34 +161,34 @@ class _Weight:
         piece = self.update(self.index)
         if tuple(piece.shape) != tuple(self.local.shape):
             raise ValueError(
-                f"merge_: {self.name}: the update returned {tuple(piece.shape)} for {_shown(self.index)}, expected "
+                f"merge_: {self.name}: the update returned {tuple(piece.shape)} for {_show(self.index)}, expected "
                 f"{tuple(self.local.shape)}. No weight was written"
             )
         return piece.detach().to(self.local.device, torch.float32)
 
-    def looked_at(self) -> tuple[Tensor, Tensor | None]:
+    def look_at(self) -> tuple[Tensor, Tensor | None]:
         """fp32 [FACTS] and the claim on shared scales (None: it has none) of the sum of weight and update."""
         before, change = self.values(), self.change()
-        wanted = self._stored(before + change)
+        wanted = self._in_own_dtype(before + change)
         broken = ~change.isfinite() | (~wanted.isfinite() & before.isfinite())  # a weight may hold NaN already
         facts = torch.stack([(change != 0).any(), broken.any()]).to(torch.float32)
         return facts, claim_of(wanted, self.local.recipe, self.cut) if self.sharing else None
 
-    def merged(self, agreed: Tensor | None, *, moves: bool) -> Tensor:
+    def write_merged(self, agreed: Tensor | None, *, moves: bool) -> Tensor:
         """Write the sum under what was agreed on, if the update moves any element; fp64 [COLUMNS]: what it did."""
         before, change = self.values(), self.change()
         if moves:
-            self._write(self._stored(before + change), agreed)
+            self._write(self._in_own_dtype(before + change), agreed)
         return _sums(before, change, self.values() if moves else before)
 
-    def _stored(self, values: Tensor) -> Tensor:
+    def _in_own_dtype(self, values: Tensor) -> Tensor:
         """fp32 values in the dtype in which a dense weight keeps them."""
         return values if isinstance(self.local, QuantizedTensor) else values.to(self.local.dtype)
 
     def _write(self, values: Tensor, agreed: Tensor | None) -> None:
         local = self.local
         if isinstance(local, QuantizedTensor):
-            write(local, values, *decided(values, local.recipe, self.cut, agreed))
+            write(local, values, *decide(values, local.recipe, self.cut, agreed))
             return
         (local.dense if isinstance(local, HighPrecisionWeight) else local).copy_(values)
         scales = scales_of(self.param)
@@ -194,13 +196,13 @@ class _Weight:
             scales.adopt(agreed)
 
 
-class _Exchange:
+class _MergeExchange:
     """What ranks exchange about some weights, in the order of their labels.
 
     All groups that cut any parameter take part, so that no rank waits for one with other updates, or without any.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], weights: Sequence[_Weight]) -> None:
+    def __init__(self, named: Mapping[str, Tensor], weights: Sequence[_WeightMerge]) -> None:
         self.weights = weights
         there = {name: param for name, param in named.items() if not param.is_meta}
         self.meeting = meeting_of([label_of(*pair) for pair in there.items()], cuts_of(list(there.values())))
@@ -223,7 +225,7 @@ class _Exchange:
             ValueError: on all ranks, where values are not finite.
         """
         try:
-            seen = [weight.looked_at() for weight in self.weights]
+            seen = [weight.look_at() for weight in self.weights]
         except Exception:
             self.tell()
             raise
@@ -250,10 +252,10 @@ class _Exchange:
 
     def lines(self, sums: Sequence[Tensor]) -> Iterator[Any]:
         """The entries of the report, from what this rank's pieces add up to."""
-        for weight, one in zip(self.weights, self.summed(sums), strict=True):
+        for weight, one in zip(self.weights, self.sum_up(sums), strict=True):
             yield line(weight.name, weight.param.numel(), one)
 
-    def summed(self, sums: Sequence[Tensor] | None) -> list[list[float]]:
+    def sum_up(self, sums: Sequence[Tensor] | None) -> list[list[float]]:
         """Sums over all pieces; None on a rank that failed while it wrote, so that the others do not wait for it.
 
         Raises:
@@ -286,12 +288,12 @@ def _by_own_names(
     """The updates by the names of `named_parameters()`, where some are by those of the plain model."""
     if not isinstance(model_or_named_params, nn.Module) or all(name in named for name in updates):
         return dict(updates)
-    plain = Names(model_or_named_params).plain
+    plain = PlainNames(model_or_named_params).plain
     own = {plain(name): name for name in named}
     return {name if name in named else own.get(name, name): update for name, update in updates.items()}
 
 
-def _found(named: Mapping[str, Tensor], updates: Mapping[str, Update]) -> tuple[list[_Weight], list[str]]:
+def _find_weights(named: Mapping[str, Tensor], updates: Mapping[str, Update]) -> tuple[list[_WeightMerge], list[str]]:
     """The weights to be updated, and why some updates have none, in words."""
     weights, problems = [], []
     updated: dict[Tensor, str] = {}
@@ -305,7 +307,7 @@ def _found(named: Mapping[str, Tensor], updates: Mapping[str, Update]) -> tuple[
             problems.append(f"{name} is the same parameter as {updated[param]}; give one update for both")
         else:
             updated[param] = name
-            weights.append(_Weight(name, param, local_of(param), update, _index_of(param)))
+            weights.append(_WeightMerge(name, param, local_of(param), update, _index_of(param)))
     return weights, problems
 
 
@@ -332,7 +334,7 @@ def _index_of(param: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
-def _shown(index: Sequence[slice]) -> str:
+def _show(index: Sequence[slice]) -> str:
     return f"[{', '.join(f'{one.start}:{one.stop}' for one in index)}]"
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.ranks.partners import pooled
+from fsdp_hooks.ranks.partners import pool
 from fsdp_hooks.scale_sync import groups_sharing, label_of, max_over_groups, partners_of, tell_groups
 from fsdp_hooks.torch_private import dtensor_around, local_of
 from fsdp_hooks.wrappers import CHECKPOINTED
@@ -42,7 +42,7 @@ LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _DenseEntry:
     """One parameter and its entry of the state dict.
 
     local: the parameter's local tensor, a QuantizedTensor or a HighPrecisionWeight.
@@ -86,17 +86,17 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
     takes_part = any(key in state_dict and (not prefix or _is_dense(state_dict[key], local)) for key, _, local in own)
     device = _device(state_dict[key] for key, _, _ in own if key in state_dict)
     try:
-        entries = [_Entry(*weight, _dense_part(*weight, state_dict)) for weight in weights]
+        entries = [_DenseEntry(*weight, _dense_part(*weight, state_dict)) for weight in weights]
         claims = [entry.claim(device) for entry in entries if entry.key in shared]
     except Exception:
         if takes_part:
             labels = [(label_of(key, param),) for key, param, _ in own]
             tell_groups(labels, [shared[key] for key, _, _ in own], device)
         raise
-    agreed = _agreed(entries, claims, shared) if takes_part else {}
+    agreed = _agree(entries, claims, shared) if takes_part else {}
     dense = [entry for entry in entries if entry.dense is not None]
     for entry in dense:
-        state_dict[entry.key] = _like(entry.param, _quantized(entry, agreed.get(entry.key)))
+        state_dict[entry.key] = _like(entry.param, _quantize(entry, agreed.get(entry.key)))
     if dense:
         LOG.debug("load_state_dict: %d dense values were quantized, the first for %s", len(dense), dense[0].key)
 
@@ -116,8 +116,8 @@ def _device(values: Iterable[Any]) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
-def _agreed(
-    entries: list[_Entry], claims: list[Tensor], shared: Mapping[str, list[dist.ProcessGroup]]
+def _agree(
+    entries: list[_DenseEntry], claims: list[Tensor], shared: Mapping[str, list[dist.ProcessGroup]]
 ) -> dict[str, Tensor]:
     """The amaxes over all ranks, by key. Ranks must load the same entries, dense ones for the same keys."""
     own = [entry for entry in entries if entry.key in shared]
@@ -128,7 +128,7 @@ def _agreed(
     # those that share one scale, as far as they are loaded together
     partners = [entry.local._partners if entry.dense is not None else None for entry in own]
     keys = [one and one.within(entry.key) for entry, one in zip(own, partners, strict=True)]
-    maxima = pooled(keys, [1] * len(own), maxima)
+    maxima = pool(keys, [1] * len(own), maxima)
     return {entry.key: maximum for entry, maximum in zip(own, maxima, strict=True)}
 
 
@@ -139,7 +139,7 @@ def _dense_part(key: str, param: Tensor, local: Any, state_dict: Mapping[str, An
         TypeError: the entry holds codes, not values.
         ValueError: the entry is on another mesh than the parameter, or cut in another way.
     """
-    value = _placed(key, state_dict.get(key), param)
+    value = _place(key, state_dict.get(key), param)
     if value is None:
         return None
     part = _values(local_of(value), local)
@@ -156,7 +156,7 @@ def _dense_part(key: str, param: Tensor, local: Any, state_dict: Mapping[str, An
     return part.to(local.dtype) if isinstance(local, HighPrecisionWeight) else part  # claim what will be stored
 
 
-def _placed(key: str, value: Any, param: Tensor) -> Tensor | None:
+def _place(key: str, value: Any, param: Tensor) -> Tensor | None:
     """The entry, placed like the parameter; None where it is no tensor of that shape and kind (torch reports that)."""
     fits = isinstance(value, Tensor) and value.shape == param.shape and not value.is_meta
     if not fits or isinstance(value, DTensor) != isinstance(param, DTensor):
@@ -191,7 +191,7 @@ def _is_dense(value: Any, local: Any) -> bool:
     return isinstance(part, Tensor)
 
 
-def _quantized(entry: _Entry, agreed: Tensor | None) -> Tensor:
+def _quantize(entry: _DenseEntry, agreed: Tensor | None) -> Tensor:
     """The local tensor that replaces the dense one."""
     dense, local = entry.dense, entry.local
     assert dense is not None

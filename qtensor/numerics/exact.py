@@ -67,7 +67,7 @@ def claim(values: Tensor, b: Recipe, parts: Parts | None = None, a: Recipe | Non
     return torch.stack([amax, *facts, *_scale_facts(values, b, parts, a, amax)]).reshape(-1)
 
 
-def converted(
+def convert_parts(
     values: Tensor, b: Recipe, parts: Parts | None = None, a: Recipe | None = None, agreed: Tensor | None = None
 ) -> Parts:
     """The parts of B, from the arguments of `claim` and, as `agreed`, the maxima over the claims of all pieces.
@@ -80,24 +80,24 @@ def converted(
     if a is None or values.is_meta:
         return kernels.encode(values, b, None if agreed is None else agreed.view(-1)[: math.prod(shape)].view(shape))
     shared = None if agreed is None else agreed.view(FACTS, *shape)
-    choices = [choice for choice in (_kept(values, b, parts, a, shared), _fitted(values, b, shared)) if choice]
-    return _settled(choices, lambda: kernels.encode(values, b, None if shared is None else shared[0]), b)
+    choices = [choice for choice in (_keep_payload(values, b, parts, a, shared), _fit(values, b, shared)) if choice]
+    return _settle(choices, lambda: kernels.encode(values, b, None if shared is None else shared[0]), b)
 
 
-def _settled(choices: list[Choice], encoded: Callable[[], Parts], b: Recipe) -> Parts:
+def _settle(choices: list[Choice], encoded: Callable[[], Parts], b: Recipe) -> Parts:
     """The first choice that holds, for every scale."""
     if not choices:
         return encoded()
     (holds, make), *others = choices
     if not is_tracing():  # a tracer cannot branch on values
         if not bool(holds.any()):
-            return _settled(others, encoded, b)
+            return _settle(others, encoded, b)
         if bool(holds.all()):
             return make()
-    return _merged(holds, make(), _settled(others, encoded, b), b)
+    return _merge(holds, make(), _settle(others, encoded, b), b)
 
 
-def _merged(holds: Tensor, first: Parts, second: Parts, b: Recipe) -> Parts:
+def _merge(holds: Tensor, first: Parts, second: Parts, b: Recipe) -> Parts:
     """The first parts where they hold, else the second."""
     found = {}
     for spec in specs_of(b):
@@ -118,16 +118,16 @@ def _fits_powers(b: Recipe) -> bool:
     return format_of(b).converts and not keeps_history(b) and not getattr(b, "power_of_two", False)
 
 
-def _fitted(values: Tensor, b: Recipe, shared: Tensor | None) -> Choice | None:
+def _fit(values: Tensor, b: Recipe, shared: Tensor | None) -> Choice | None:
     if not _fits_powers(b):
         return None
     facts, own = format_of(b).fineness(values, b)
     agreed = None if shared is None else own._replace(amax=shared[0], depth=shared[1], broken=shared[2])
     quantizer, enc, holds = format_of(b).fitted(b, facts, agreed)
-    return holds, lambda: _encoded_with(values, b, quantizer, enc)
+    return holds, lambda: _encode_with(values, b, quantizer, enc)
 
 
-def _encoded_with(values: Tensor, b: Recipe, quantizer: Parts, enc: Tensor | None) -> Parts:
+def _encode_with(values: Tensor, b: Recipe, quantizer: Parts, enc: Tensor | None) -> Parts:
     """`Format.encode_with`, some rows at a time; the quantizer decides every scale."""
     rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
     flat, size = values.reshape(rows, columns), max(CHUNK // max(columns, 1), 1)
@@ -191,7 +191,7 @@ def _scale_facts(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, amax
     return torch.where(differ, math.inf, parts[wide]), -parts[wide]
 
 
-def _kept(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, shared: Tensor | None) -> Choice | None:
+def _keep_payload(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, shared: Tensor | None) -> Choice | None:
     """A's payload under A's scales, which hold where they are equal under B's; None where they mean nothing to B."""
     new: dict[str, Tensor] = {}
     if values.numel():
@@ -210,11 +210,11 @@ def _kept(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, shared: Ten
             holds = holds & (number.view(torch.int32) & 0x7FFFFF == 0)
         holds = holds & (number < math.inf).all() if tensor_wide(b) else holds & (number < math.inf)
     specs = specs_of(b)
-    return holds, lambda: {s.name: _stored(new[s.name], s) if s.name in new else parts[s.name] for s in specs}
+    return holds, lambda: {s.name: _from_numbers(new[s.name], s) if s.name in new else parts[s.name] for s in specs}
 
 
 def _equal_scales(parts: Parts, a: Recipe, b: Recipe, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
-    """The largest and the least of A's scales under each of B's, as numbers that `_stored` makes scales of again.
+    """The largest and the least of A's scales under each of B's, as numbers that `_from_numbers` makes scales of again.
 
     fp32 in the shape of B's `scale`; None where A's scales mean nothing under B.
     """
@@ -259,7 +259,7 @@ def _numbers(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8 if scale.dtype.itemsize == 1 else torch.int16).to(torch.float32)
 
 
-def _stored(numbers: Tensor, spec: PartSpec) -> Tensor:
+def _from_numbers(numbers: Tensor, spec: PartSpec) -> Tensor:
     """The inverse of `_numbers`, contiguous."""
     if spec.dtype.itemsize == 4:
         return numbers.contiguous()

@@ -23,19 +23,19 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.kernels.compiled import COMPILED_FROM, Kernel, use_kernels
-from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import ragged, triton_kernels
 from qtensor.numerics.tiles import (
     CHUNK,
     CHUNK_ELSEWHERE,
+    cut_into_tiles,
+    join_tiles,
     own_rows,
     packed_block,
     part_rows,
     pieces_of,
     rows_of,
-    tiled,
-    untiled,
 )
 from qtensor.spec import registry as formats
 from qtensor.spec.blocks import BlockFacts, canonical_nan, finite_amax, row_amax, scatter_blocks
@@ -55,10 +55,10 @@ from qtensor.spec.registry import (
 
 def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
     """`formats.shared_amax` of dense values [.., N, K] in any floating dtype."""
-    x = resolved(x)
+    x = resolve(x)
     if x.is_meta and not is_tracing() and shares_amax(recipe):
         return x.new_empty(amax_shape(x.shape, recipe), dtype=torch.float32)
-    if _as_defined(x):
+    if _runs_as_defined(x):
         return formats.shared_amax(x.to(torch.float32), recipe)
     if not shares_amax(recipe):
         return None
@@ -74,10 +74,10 @@ def encode(
     x: Tensor, recipe: Recipe, amax: Tensor | None = None, blocks: BlockFacts | None = None
 ) -> dict[str, Tensor]:
     """`formats.encode` of dense values [.., N, K] in any floating dtype; with `amax` None the values' own is taken."""
-    x = resolved(x)
+    x = resolve(x)
     if x.is_meta and not is_tracing():
         return {spec.name: x.new_empty(spec.shape(x.shape), dtype=spec.dtype) for spec in specs_of(recipe)}
-    if _as_defined(x):
+    if _runs_as_defined(x):
         values = x.to(torch.float32)
         return formats.encode(values, recipe, formats.shared_amax(values, recipe) if amax is None else amax, blocks)
     if amax is None and tensor_wide(recipe) is not None:
@@ -97,10 +97,10 @@ def encode(
 
 def encode_under(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`Format.encode_with` of dense values [N, K] in any floating dtype. ValueError for another number of dims."""
-    x = resolved(x)
+    x = resolve(x)
     if x.ndim != 2:
         raise ValueError(f"encode_under of {x.ndim} dims: rows share out scales of [N, K] alone")
-    if _as_defined(x) or x.is_meta:
+    if _runs_as_defined(x) or x.is_meta:
         return format_of(recipe).encode_with(x.to(torch.float32), recipe, quantizer)
     kernel = _encode_under_kernel(recipe.stored, x.dtype, tuple(quantizer))
     return _over_rows(kernel, recipe, x, *quantizer.values(), group=row_multiple(recipe))
@@ -108,11 +108,11 @@ def encode_under(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> 
 
 def block_facts(x: Tensor, recipe: Recipe) -> BlockFacts:
     """`formats.block_facts` of dense values [.., N, K] in any floating dtype."""
-    x = resolved(x)
-    if _as_defined(x) or x.is_meta:
+    x = resolve(x)
+    if _runs_as_defined(x) or x.is_meta:
         return formats.block_facts(x.to(torch.float32), recipe)
     flat, block, kernel = rows_of(x), block_multiple(recipe), _facts_kernel(recipe.stored, x.dtype)
-    found = [kernel(tiled(flat[piece], block)) for piece in pieces_of(flat, 1, kernel)]
+    found = [kernel(cut_into_tiles(flat[piece], block)) for piece in pieces_of(flat, 1, kernel)]
     amax, broken = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
     shape = (*x.shape[:-1], amax.shape[-1])
     return BlockFacts(amax.reshape(shape), broken.reshape(shape))
@@ -120,8 +120,8 @@ def block_facts(x: Tensor, recipe: Recipe) -> BlockFacts:
 
 def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     """Quantize every row of x by itself: a tensor-wide scale becomes one scale a row, [.., 1]."""
-    x = resolved(x)
-    if _as_defined(x) or x.is_meta:
+    x = resolve(x)
+    if _runs_as_defined(x) or x.is_meta:
         values = x.to(torch.float32)
         return formats.encode(values, recipe, row_amax(values))
     return encode(x, recipe, row_amaxes(x) if tensor_wide(recipe) else None)
@@ -129,8 +129,8 @@ def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
 
 def row_amaxes(x: Tensor) -> Tensor:
     """fp32 [.., N, 1]: the largest finite magnitude of each row."""
-    x = resolved(x)
-    if _as_defined(x):
+    x = resolve(x)
+    if _runs_as_defined(x):
         return row_amax(x.to(torch.float32))
     flat, kernel = rows_of(x), _amax_kernel(x.dtype, rows=True)
     amaxes = [kernel(flat[piece]) for piece in pieces_of(flat, 1, kernel)]
@@ -150,8 +150,8 @@ def amax_shape(shape: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
 
 def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
     """`step` of a format whose recipe keeps a history: parts of x, continued from `state` (amax, scale, history)."""
-    x = resolved(x)
-    if _as_defined(x) or x.is_meta:
+    x = resolve(x)
+    if _runs_as_defined(x) or x.is_meta:
         return format_of(recipe).step(x.to(torch.float32), recipe, *state)
     return _over_rows(_step_kernel(recipe.stored, x.dtype), recipe, x, *state)
 
@@ -163,8 +163,8 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
     """
     if parts["payload"].is_meta and not is_tracing():
         return torch.empty(logical_shape(parts["payload"], recipe), dtype=dtype, device="meta")
-    if _as_defined(parts["payload"]):
-        return _rounded_once(format_of(recipe).decode(parts, recipe), dtype)
+    if _runs_as_defined(parts["payload"]):
+        return _round_once(format_of(recipe).decode(parts, recipe), dtype)
     shape = logical_shape(parts["payload"], recipe)
     wide = tensor_wide(recipe)
     kernel = _decode_kernel(recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
@@ -174,7 +174,7 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
         given = {spec.name: part for spec, part in zip(specs, (payload, *others), strict=True)}
         return _decode_ragged(given, recipe, shape, dtype)
     pieces = list(pieces_of(payload, 1, kernel))
-    tiles = [tiled(payload[piece], packed_block(recipe)) for piece in pieces]
+    tiles = [cut_into_tiles(payload[piece], packed_block(recipe)) for piece in pieces]
     if len(pieces) == 1:
         # not a view: autograd would refuse in-place writes to one
         return torch.ops.aten._unsafe_view(kernel(tiles[0], *others), shape)  # type: ignore[no-any-return]
@@ -204,7 +204,7 @@ def _facts_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
     block = block_multiple(recipe)
 
     def facts(x: Tensor) -> BlockFacts:
-        return formats.block_facts(untiled(x, block).to(torch.float32), recipe)
+        return formats.block_facts(join_tiles(x, block).to(torch.float32), recipe)
 
     return Kernel(facts, f"block_facts_{_name(recipe, dtype)}")
 
@@ -217,7 +217,7 @@ def _encode_kernel(
     block = block_multiple(recipe)
 
     def encode(x: Tensor, amax: Tensor | None, *facts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        values = untiled(x, block).to(torch.float32)
+        values = join_tiles(x, block).to(torch.float32)
         amax = row_amax(values) if own else amax
         quantizer = fmt.quantizer(values, recipe, amax, BlockFacts(*facts) if decided else None)
         enc, _ = fmt.grid(recipe, quantizer)
@@ -236,7 +236,7 @@ def _encode_under_kernel(recipe: Recipe, dtype: torch.dtype, names: tuple[str, .
     def encode(x: Tensor, *scales: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         quantizer = dict(zip(names, scales, strict=True))
         enc, _ = fmt.grid(recipe, quantizer)
-        return fmt.encode_with(untiled(x, block).to(torch.float32), recipe, quantizer, enc), enc
+        return fmt.encode_with(join_tiles(x, block).to(torch.float32), recipe, quantizer, enc), enc
 
     return Kernel(encode, f"encode_{_name(recipe, dtype)}_under_{'_'.join(names)}")
 
@@ -247,7 +247,7 @@ def _step_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
     block = block_multiple(recipe)
 
     def step(x: Tensor, *state: Tensor) -> tuple[dict[str, Tensor], None]:
-        return fmt.step(untiled(x, block).to(torch.float32), recipe, *state), None
+        return fmt.step(join_tiles(x, block).to(torch.float32), recipe, *state), None
 
     return Kernel(step, f"step_{_name(recipe, dtype)}")
 
@@ -258,8 +258,8 @@ def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided
     block = packed_block(recipe)
 
     def decode(payload: Tensor, *others: Tensor) -> Tensor:
-        parts = dict(zip(names, (untiled(payload, block), *others), strict=True))
-        return _rounded_once(fmt.decode(parts, recipe), dtype)
+        parts = dict(zip(names, (join_tiles(payload, block), *others), strict=True))
+        return _round_once(fmt.decode(parts, recipe), dtype)
 
     kind = f"{'_of_shards' if per_row else ''}{'_strided' if strided else ''}"
     hand = None if strided else _by_hand(recipe, dtype)
@@ -279,7 +279,7 @@ def _takes_by_hand(dtype: torch.dtype) -> bool:
     return dtype in triton_kernels.DTYPES and triton_kernels.available()
 
 
-def _rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
+def _round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
     """`values` in `dtype`. In fp32 every NaN is the default one; in bf16 and fp16 the backend's conversion decides."""
     return canonical_nan(values) if dtype == torch.float32 else values.to(dtype)
 
@@ -296,7 +296,7 @@ def _name(recipe: Recipe, dtype: torch.dtype) -> str:
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
-def _as_defined(x: Tensor) -> bool:
+def _runs_as_defined(x: Tensor) -> bool:
     """Whether to run the plain definition: while traced, while rounding stochastically, or for a small x."""
     if is_tracing() or is_armed():  # asked first: reading the size would put a guard on it into the caller's graph
         return True
@@ -317,7 +317,7 @@ def _over_rows(
     if flat.shape[1] % block and kernel.compiles(flat) and not decided:
         strided = _encode_kernel(recipe.stored, x.dtype, strided=True)
         run = functools.partial(_over_flat, recipe=recipe, args=args, group=group)
-        found = ragged.encoded(
+        found = ragged.encode_ragged(
             flat, block, specs_of(recipe), lambda rows: run(strided, rows), lambda rows: run(kernel, rows)
         )
     else:
@@ -334,7 +334,7 @@ def _over_flat(
     block = block_multiple(recipe)
     found: dict[str, Tensor] = {}
     for piece in pieces_of(flat, group, kernel):
-        parts, _ = kernel(tiled(flat[piece], block, group), *(own_rows(arg, piece) for arg in args))
+        parts, _ = kernel(cut_into_tiles(flat[piece], block, group), *(own_rows(arg, piece) for arg in args))
         for name, part in parts.items():
             if part.ndim < 2 or part.shape[0] == flat.shape[0]:  # tensor-wide, or all rows at once
                 found[name] = part
@@ -349,12 +349,14 @@ def _decode_ragged(parts: dict[str, Tensor], recipe: Recipe, shape: Sequence[int
     """`decode` of parts [rows, ..] of rows that end in a smaller block."""
     wide, columns = tensor_wide(recipe), shape[-1]
     kernel = functools.partial(_decode_kernel, recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
-    first, last = ragged.split(parts, columns, block_multiple(recipe), tuple(_decoded_specs(recipe)))
+    first, last = ragged.split_ragged(parts, columns, block_multiple(recipe), tuple(_decoded_specs(recipe)))
     values = torch.empty(shape, dtype=dtype, device=parts["payload"].device)
     flat, behind = values.view(-1, columns), columns - columns % block_multiple(recipe)
 
     def decoded(run: Kernel, payload: Tensor, *others: Tensor) -> Tensor:
-        return run(tiled(payload, packed_block(recipe)), *(rows_of(part) if part.ndim else part for part in others))  # type: ignore[no-any-return]
+        return run(
+            cut_into_tiles(payload, packed_block(recipe)), *(rows_of(part) if part.ndim else part for part in others)
+        )  # type: ignore[no-any-return]
 
     if behind:
         flat[:, :behind].copy_(decoded(kernel(strided=True), *first.values()))

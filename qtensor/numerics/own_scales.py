@@ -61,7 +61,7 @@ class OwnScales:
         elements = elements_of(parts, self.recipe).abs().nan_to_num_(0.0)  # NaN has no part in an amax
         if self._blocks:
             largest = self._under_scales(elements)
-            asked = self.format.asked(parts, self.recipe, "scale", largest) & self._even(parts["scale"])
+            asked = self.format.asked(parts, self.recipe, "scale", largest) & self._hold_one_scale(parts["scale"])
             self.scales += asked.numel()
             self.others += int((~asked).sum())
         if self._wide is not None:
@@ -69,7 +69,7 @@ class OwnScales:
             top = below.amax().cpu()
             self._largest = top if self._largest is None else torch.maximum(self._largest, top)
 
-    def finish(self) -> None:
+    def judge_tensor_wide(self) -> None:
         """Judge the tensor-wide scale, when all has been seen."""
         if self._wide is None or self._largest is None:
             return
@@ -86,7 +86,7 @@ class OwnScales:
         group = row_multiple(self.recipe)
         return scatter_blocks(largest, group) if group > 1 else largest
 
-    def _even(self, scale: Tensor) -> Tensor:
+    def _hold_one_scale(self, scale: Tensor) -> Tensor:
         """Where all rows of a square block hold one scale, bool; True for other blocks."""
         group = row_multiple(self.recipe)
         if group == 1:

@@ -16,7 +16,7 @@ from qtensor.spec.format import PartSpec
 Parts = dict[str, Tensor]
 
 
-def encoded(
+def encode_ragged(
     x: Tensor,
     block: int,
     specs: tuple[PartSpec, ...],
@@ -42,7 +42,9 @@ def encoded(
     return joined
 
 
-def split(parts: Mapping[str, Tensor], columns: int, block: int, specs: tuple[PartSpec, ...]) -> tuple[Parts, Parts]:
+def split_ragged(
+    parts: Mapping[str, Tensor], columns: int, block: int, specs: tuple[PartSpec, ...]
+) -> tuple[Parts, Parts]:
     """Parts [rows, ..] of rows of so many columns -> those of the whole blocks, and those of the filled one."""
     behind = columns - columns % block
     first, last = dict(parts), dict(parts)
@@ -50,11 +52,11 @@ def split(parts: Mapping[str, Tensor], columns: int, block: int, specs: tuple[Pa
         if spec.per_row and spec.block:
             part, start = parts[spec.name], spec.columns(0, behind)[1]
             first[spec.name] = part[:, :start]
-            last[spec.name] = _filled(part[:, start:], spec.columns(0, block)[1] - (part.shape[1] - start))
+            last[spec.name] = _fill(part[:, start:], spec.columns(0, block)[1] - (part.shape[1] - start))
     return first, last
 
 
-def _filled(part: Tensor, columns: int) -> Tensor:
+def _fill(part: Tensor, columns: int) -> Tensor:
     """`part` with more columns of zero bytes; as bytes, since padding does not support float8."""
     bytes_ = part.contiguous().view(torch.uint8)
     return torch.nn.functional.pad(bytes_, (0, columns * part.itemsize)).view(part.dtype)

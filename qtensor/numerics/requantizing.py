@@ -60,7 +60,7 @@ class MasterCheck:
         self.bytes += sum(parts[spec.name].nbytes for spec in specs_of(self.recipe) if spec.per_row)
         self.written = not self.differing
 
-    def finish(self) -> bool:
+    def parts_belong(self) -> bool:
         """Whether the weight is written or fresh, now that all of it has been seen."""
         wide = tensor_wide(self.recipe)
         if self.whole and self.written and self._wide:
@@ -78,7 +78,7 @@ def differing_bytes(parts: Mapping[str, Tensor], master: Tensor, recipe: Recipe,
     where the scale is below LEAST. `whole_rows`: the piece is not cut along K, so its own amax decides a row's scale.
     """
     if not kernels.shares_amax(recipe):
-        return int(_apart(parts, kernels.encode(master, recipe), recipe).sum())
+        return int(_count_differing(parts, kernels.encode(master, recipe), recipe).sum())
     wide = tensor_wide(recipe)
     scale = parts[wide or "scale"]  # [] or [.., N, 1]
     own = kernels.shared_amax(master, recipe)
@@ -88,7 +88,7 @@ def differing_bytes(parts: Mapping[str, Tensor], master: Tensor, recipe: Recipe,
         if wide and float(scale) >= LEAST and not torch.equal(_scale_of(amax, recipe), scale):
             continue  # without quantizing what cannot be it
         made = kernels.encode(master, recipe, amax)
-        rows = _apart(parts, made, recipe)  # [.., N, 1]
+        rows = _count_differing(parts, made, recipe)  # [.., N, 1]
         apart = rows.sum() if wide else rows
         led = made[wide or "scale"] == scale
         fewest = torch.minimum(fewest, torch.where(led | (wide is None and whole_rows), apart, math.inf))
@@ -119,7 +119,7 @@ def _scale_of(amax: Tensor, recipe: Recipe) -> Tensor:
     return encode(zeros, recipe, amax)[tensor_wide(recipe) or "scale"]
 
 
-def _apart(parts: Mapping[str, Tensor], made: Mapping[str, Tensor], recipe: Recipe) -> Tensor:
+def _count_differing(parts: Mapping[str, Tensor], made: Mapping[str, Tensor], recipe: Recipe) -> Tensor:
     """fp32 [.., N, 1]: the bytes of each row that differ."""
     found = [
         (parts[spec.name].view(torch.uint8) != made[spec.name].view(torch.uint8)).sum(dim=-1, keepdim=True)

@@ -37,7 +37,7 @@ def own_rows(argument: Tensor | None, piece: slice) -> Tensor | None:
     return argument if argument is None or argument.ndim < 2 else argument[piece]
 
 
-def tiled(x: Tensor, block: int, group: int = 1) -> Tensor:
+def cut_into_tiles(x: Tensor, block: int, group: int = 1) -> Tensor:
     """[rows, K] -> [rows, blocks, block]; for square blocks -> [groups, group, blocks, block].
 
     Rows fewer than a group form one group. Rows whose last block holds fewer elements stay [rows, K].
@@ -51,8 +51,8 @@ def tiled(x: Tensor, block: int, group: int = 1) -> Tensor:
     return x.view(tiles)
 
 
-def untiled(x: Tensor, block: int) -> Tensor:
-    """The inverse of `tiled`, for traced code."""
+def join_tiles(x: Tensor, block: int) -> Tensor:
+    """The inverse of `cut_into_tiles`, for traced code."""
     if x.ndim == 2:
         return x
     if x.shape[-1] != block:  # a branch on one number makes the block a constant of the compiled code

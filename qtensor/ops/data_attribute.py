@@ -21,7 +21,7 @@ from qtensor.tensor.quantized_tensor import TORCH_FUNCTIONS, QuantizedTensor
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def exchanged(weight: Any, value: Any, contents: Sequence[str]) -> bool:
+def exchange_data(weight: Any, value: Any, contents: Sequence[str]) -> bool:
     """Do `weight.data = value`; False, and nothing done, where it is not defined.
 
     Args:
@@ -44,7 +44,7 @@ def set_data(q: Tensor, value: Tensor) -> None:
     both = [each for each in (q, value) if isinstance(each, QuantizedTensor)]
     if len(both) == 2 and all(each._lens == OWN and each._sharding == AT_REST for each in both):
         parts = [spec.name for spec in specs_of(both[0].recipe)]
-        if exchanged(q, value, [*parts, "_preserved"]):
+        if exchange_data(q, value, [*parts, "_preserved"]):
             return
     what = (
         describe(q.shape, q.recipe)

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.torch_private import is_tracing
-from qtensor.ops.stochastic import widened
+from qtensor.ops.stochastic import widen
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import describe
-from qtensor.tensor.contents import decoded, initial_value
-from qtensor.tensor.quantized_tensor import QuantizedTensor, dense
+from qtensor.tensor.contents import decode, initial_value
+from qtensor.tensor.quantized_tensor import QuantizedTensor, dequantize_all
 
 UPDATES = ("add", "sub_", "mul_", "div_", "lerp_")  # how names of ops begin that add something to the values
 
@@ -74,11 +74,9 @@ def look(func: Any, written: Sequence[Any], operands: Sequence[Any], kwargs: dic
     if count & (count - 1) or not _has_values(q) or q.recipe.stored in _told:
         return None
     own = [_own(operand, number, len(written)) if listed else operand for operand in operands]
-    before = decoded(
-        q
-    ).float()  # by the kernel that the write uses, too: another dtype would be compiled for this alone
+    before = decode(q).float()  # by the kernel that the write uses, too: another dtype would be compiled for this alone
     update = before.clone()
-    func([update] if listed else update, *widened(dense(own)), **widened(dense(kwargs)))
+    func([update] if listed else update, *widen(dequantize_all(own)), **widen(dequantize_all(kwargs)))
     return Look(q, name.split(".")[0], before, update.sub_(before))
 
 
@@ -88,7 +86,7 @@ def tell(looked: Look | None) -> None:
     if looked is None:
         return
     q, op, before, update = looked
-    moved = decoded(q).float().sub_(before)
+    moved = decode(q).float().sub_(before)
     size = update.square().sum()
     lost = ((moved * update).sum() < NEARLY_NOTHING * size) | ((moved - update).square().sum() > NOISE**2 * size)
     lost &= size > 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtensor.ops.table import implements, overloads
 from qtensor.spec.registry import describe
-from qtensor.tensor.quantized_tensor import QuantizedTensor, dense
+from qtensor.tensor.quantized_tensor import QuantizedTensor, dequantize_all
 
 __all__: list[str] = []
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 @implements(aten.add.Tensor, *overloads({"_foreach_add": ("List",)}))
-def decayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def decay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """plain.add(q, alpha=weight_decay), which SGD and Adam call. A quantized tensor in front raises.
 
     Its sum with something else would be dense, and no optimizer needs that.
@@ -32,7 +32,7 @@ def decayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{func} is not defined for quantized tensors (got {type(member).__name__}); call .dequantize() on "
                 "them first if a dense result is what you want"
             )
-    return func(*dense(args), **kwargs)
+    return func(*dequantize_all(args), **kwargs)
 
 
 @implements(

@@ -37,7 +37,7 @@ def pad_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     own = q.parts()
     parts = {
-        spec.name: _padded(own[spec.name], pad[-1]) if spec.extends_along(0, q.ndim) else own[spec.name].clone()
+        spec.name: _pad(own[spec.name], pad[-1]) if spec.extends_along(0, q.ndim) else own[spec.name].clone()
         for spec in specs_of(q.recipe)
     }
     return q._like(parts, sharding=Sharding(padded_rows=q.shape[0] + pad[-1]))
@@ -67,13 +67,13 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "equal (fsdp_hooks.sync_scales) can be joined"
         )
     parts = {
-        name: part.clone() if name in shared else _joined([getattr(q, name) for q in pieces], dim)
+        name: part.clone() if name in shared else _join([getattr(q, name) for q in pieces], dim)
         for name, part in first.parts().items()
     }
     return first._like(parts)
 
 
-def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+def _join(pieces: list[Tensor], dim: int) -> Tensor:
     """torch.cat, as bytes: it does not support float8."""
     return torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces], dim).view(pieces[0].dtype)
 
@@ -94,7 +94,7 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not spec.gathered:
             parts[spec.name] = part.clone()
         else:
-            parts[spec.name] = _gathered(part if spec.extends_along(0, q.ndim) else part.reshape(1), ranks, group)
+            parts[spec.name] = _gather(part if spec.extends_along(0, q.ndim) else part.reshape(1), ranks, group)
     wide, shards, padded = tensor_wide(q.recipe), ShardRows(q.shape[0]), q._sharding.padded_rows
     if wide and bool((parts[wide] == parts[wide][0]).all()):
         parts[wide] = parts[wide][0].clone()
@@ -151,12 +151,12 @@ def wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]
 
 
-def _padded(part: Tensor, rows: int) -> Tensor:
+def _pad(part: Tensor, rows: int) -> Tensor:
     """`part` with `rows` more rows of zero bytes; joined as bytes, since torch.cat does not support float8."""
     more = torch.zeros((rows, *part.shape[1:]), dtype=part.dtype, device=part.device)
     return torch.cat([part.view(torch.uint8), more.view(torch.uint8)]).view(part.dtype)
 
 
-def _gathered(part: Tensor, ranks: int, group: str) -> Tensor:
+def _gather(part: Tensor, ranks: int, group: str) -> Tensor:
     data = part.contiguous().view(torch.uint8)
     return c10d.wait_tensor(c10d.all_gather_into_tensor(data, ranks, group)).view(part.dtype)  # type: ignore[no-any-return]

@@ -26,8 +26,8 @@ from torch import Tensor
 from fsdp_hooks.devices import same_device
 from fsdp_hooks.torch_private import is_tracing, tree_map
 from qtensor.spec.registry import describe
-from qtensor.tensor.contents import decoded, initial_value
-from qtensor.tensor.quantized_tensor import QuantizedTensor, dense
+from qtensor.tensor.contents import decode, initial_value
+from qtensor.tensor.quantized_tensor import QuantizedTensor, dequantize_all
 
 _wish: ContextVar[torch.Generator | None] = ContextVar("qtensor.stochastic_rounding", default=None)
 
@@ -114,22 +114,22 @@ def refuse_to_stand_still(averages: Iterable[Any], given: float | Tensor) -> Non
             )
 
 
-def widened(value: Any) -> Any:
+def widen(value: Any) -> Any:
     """`value` with every floating-point tensor in it as plain fp32: lerp_ and others do not promote dtypes."""
 
-    def widen(leaf: Any) -> Any:
+    def widen_leaf(leaf: Any) -> Any:
         if isinstance(leaf, QuantizedTensor):
-            return decoded(leaf, torch.float32)
+            return decode(leaf, torch.float32)
         return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return tree_map(widen, value)
+    return tree_map(widen_leaf, value)
 
 
-def widened_each(members: Sequence[Tensor], operand: Any) -> Any:
-    """An operand of a _foreach_ op, `widened` where it belongs to a quantized member."""
+def widen_each(members: Sequence[Tensor], operand: Any) -> Any:
+    """An operand of a _foreach_ op, `widen` where it belongs to a quantized member."""
     if not (isinstance(operand, list | tuple) and isinstance(operand[0], Tensor)):
         return operand  # numbers
     return [
-        widened(own) if isinstance(member, QuantizedTensor) else dense(own)
+        widen(own) if isinstance(member, QuantizedTensor) else dequantize_all(own)
         for member, own in zip(members, operand, strict=True)
     ]

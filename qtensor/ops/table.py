@@ -23,13 +23,22 @@ from fsdp_hooks.all_gather import AT_REST, Sharding
 from fsdp_hooks.torch_private import note_shard_rows, shard_rows
 from fsdp_hooks.versions import count_writes
 from qtensor.ops import lost_updates
-from qtensor.ops.stochastic import generator_for, refuse_to_stand_still, widened, widened_each
+from qtensor.ops.stochastic import generator_for, refuse_to_stand_still, widen, widen_each
 from qtensor.spec.codecs.rounding import armed
 from qtensor.spec.lens import Lens
 from qtensor.spec.registry import APPEARANCE_DTYPES, check_shape, check_values, describe, specs_of, tensor_wide
-from qtensor.tensor.contents import decoded, held, held_specs, initial_value, preserve, store, write, write_converted
-from qtensor.tensor.moves import noted, requires_grad_
-from qtensor.tensor.quantized_tensor import OPS, TORCH_FUNCTIONS, QuantizedTensor, dense
+from qtensor.tensor.contents import (
+    contents_of,
+    contents_specs,
+    decode,
+    initial_value,
+    preserve,
+    store,
+    write,
+    write_converted,
+)
+from qtensor.tensor.moves import requires_grad_, take_note
+from qtensor.tensor.quantized_tensor import OPS, TORCH_FUNCTIONS, QuantizedTensor, dequantize_all
 
 aten = torch.ops.aten
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -55,7 +64,7 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
 def clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A deep copy: parts and initial value get storage of their own, which does not have FSDP's padding."""
     q = args[0]
-    parts = {name: part.clone(memory_format=torch.contiguous_format) for name, part in held(q).items()}
+    parts = {name: part.clone(memory_format=torch.contiguous_format) for name, part in contents_of(q).items()}
     sharding = Sharding(shards=q._sharding.shards)
     return q._like(parts, lens=q._lens.owned(), sharding=sharding, shape=q.shape)
 
@@ -70,16 +79,16 @@ def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"call .dequantize({dtype})"
         )
     moved = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
-    own = held(q)
-    parts = {spec.name: own[spec.name].to(**moved, dtype=spec.dtype, copy=True) for spec in held_specs(q, dtype)}
-    return noted(q, q._like(parts, dtype=dtype, lens=q._lens.owned(), sharding=q._sharding, shape=q.shape))
+    own = contents_of(q)
+    parts = {spec.name: own[spec.name].to(**moved, dtype=spec.dtype, copy=True) for spec in contents_specs(q, dtype)}
+    return take_note(q, q._like(parts, dtype=dtype, lens=q._lens.owned(), sharding=q._sharding, shape=q.shape))
 
 
 @implements(aten._pin_memory.default)
 def pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Page-locked copies of the parts."""
     q = args[0]
-    parts = {name: part.pin_memory() for name, part in held(q).items()}
+    parts = {name: part.pin_memory() for name, part in contents_of(q).items()}
     return q._like(parts, lens=q._lens, sharding=q._sharding, shape=q.shape)
 
 
@@ -97,16 +106,16 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     dst, src = args[0], args[1]
     if not isinstance(dst, QuantizedTensor):
-        return dst.copy_(decoded(src), *args[2:])
+        return dst.copy_(decode(src), *args[2:])
     same = isinstance(src, QuantizedTensor) and src.recipe.stored == dst.recipe.stored and src.shape == dst.shape
     if same and _alike(src._lens, dst._lens) and _scales_fit(dst, src):
-        own = held(dst)
+        own = contents_of(dst)
         # where src has no initial value dst forgets its own, since the new bytes were not made from it
-        store(dst, {name: _fit(part, own[name]) for name, part in held(src).items() if name in own})
+        store(dst, {name: _fit(part, own[name]) for name, part in contents_of(src).items() if name in own})
         return dst
     with armed(generator_for([dst])):
         if isinstance(src, QuantizedTensor):
-            values, parts = decoded(src, torch.float32), None
+            values, parts = decode(src, torch.float32), None
             if src.shape == dst.shape and _alike(src._lens, dst._lens) and src._sharding.shards is None:
                 parts = {name: part.to(dst.device) for name, part in src.parts().items()}
             write_converted(dst, values.to(dst.device).expand(dst.shape), src.recipe, parts)
@@ -159,7 +168,7 @@ def _allocate(
         spec.name: make(spec.shape(shape), dtype=torch.uint8, device=device, pin_memory=pin).view(spec.dtype)
         if spec.dtype.itemsize == 1
         else torch.zeros(spec.shape(shape), dtype=spec.dtype, device=device, pin_memory=pin)
-        for spec in held_specs(q, dtype)
+        for spec in contents_specs(q, dtype)
     }
     return q._like(parts, dtype=dtype, sharding=sharding)
 
@@ -278,7 +287,7 @@ _LERP = {aten.lerp_.Scalar, aten.lerp_.Tensor, aten._foreach_lerp_.Scalar}
 def _start(q: QuantizedTensor) -> Tensor:
     """What an update computes on: a copy of the preserved initial value, or else the dequantized values."""
     value = initial_value(q)
-    return decoded(q) if value is None else value.reshape(q.shape).clone()
+    return decode(q) if value is None else value.reshape(q.shape).clone()
 
 
 @implements(*overloads(_IN_PLACE))
@@ -291,18 +300,18 @@ def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     q = args[0]
     if not isinstance(q, QuantizedTensor):
-        return func(q, *dense(args[1:]), **dense(kwargs))
+        return func(q, *dequantize_all(args[1:]), **dequantize_all(kwargs))
     generator = None if func in _RANDOM_FILLS else generator_for([q])
     looked = None
     if generator is not None:
-        values = decoded(q, torch.float32)
-        func(values, *widened(args[1:]), **widened(kwargs))
+        values = decode(q, torch.float32)
+        func(values, *widen(args[1:]), **widen(kwargs))
     else:
         if func in _LERP:
             refuse_to_stand_still([q], args[2])
         looked = lost_updates.look(func, [q], args[1:], kwargs)
         values = _start(q)
-        func(values, *dense(args[1:]), **dense(kwargs))
+        func(values, *dequantize_all(args[1:]), **dequantize_all(kwargs))
     with armed(generator):
         write(q, values)
     lost_updates.tell(looked)
@@ -323,10 +332,10 @@ def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             refuse_to_stand_still(args[0], args[2])
         looked = lost_updates.look(func, args[0], operands, kwargs)
         values = [_start(each) if isinstance(each, QuantizedTensor) else each for each in args[0]]
-        operands = dense(operands)
+        operands = dequantize_all(operands)
     else:
-        values, operands = widened_each(args[0], list(args[0])), tuple(widened_each(args[0], o) for o in operands)
-    func(values, *operands, **dense(kwargs))
+        values, operands = widen_each(args[0], list(args[0])), tuple(widen_each(args[0], o) for o in operands)
+    func(values, *operands, **dequantize_all(kwargs))
     for q, value in zip(args[0], values, strict=True):
         if isinstance(q, QuantizedTensor):
             with armed(generator):

@@ -20,14 +20,14 @@ from qtensor.ops.table import implements, refuse_resharding_to_a_smaller_mesh
 from qtensor.spec.format import PartSpec
 from qtensor.spec.lens import OWN, Lens, Reach
 from qtensor.spec.registry import block_multiple, describe, row_multiple, specs_of, tensor_wide
-from qtensor.tensor.contents import held, held_specs
-from qtensor.tensor.moves import carried, restored
+from qtensor.tensor.contents import contents_of, contents_specs
+from qtensor.tensor.moves import carry_note, freeze_noted
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
 
 
-def _filled(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
+def _fill_in(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
     """All arguments of an op, with `defaults` for the trailing ones that the caller left out."""
     return (*args, *defaults[len(args) :])
 
@@ -36,7 +36,7 @@ def _filled(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
 def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same bytes in a new wrapper."""
     q = args[0]
-    return carried(q, q._aliased(q._lens, q.shape))
+    return carry_note(q, q._alias(q._lens, q.shape))
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
@@ -45,22 +45,22 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     q, own = args[0], args[0].shape
     lens = q._lens
     if tuple(args[1]) == own or (shape := _resolve(args[1], q.numel())) == own:
-        return q._aliased(lens, own)
+        return q._alias(lens, own)
     described = lens.described or tuple(own)
     if lens.transposed:
         raise NotImplementedError(
             f"a view of shape {shape} of a transposed {describe(described, q.recipe)}; transpose it back first"
         )
     if shape == described:
-        return q._aliased(lens.seen_as(None), torch.Size(shape))
+        return q._alias(lens.seen_as(None), torch.Size(shape))
     regroups = len(shape) > 1 and shape[-1] == described[-1] and lens == OWN and q._sharding == AT_REST
     if regroups and row_multiple(q.recipe) > 1 and shape[-2:] != described[-2:]:
         # no block may span two matrices, before or after
         regroups = len(described) > 1 and not any(dims[-2] % row_multiple(q.recipe) for dims in (shape, described))
     if not regroups:
-        return q._aliased(lens.seen_as(described), torch.Size(shape))
-    own_parts = held(q)
-    return q._like({spec.name: own_parts[spec.name].view(spec.shape(shape)) for spec in held_specs(q)})
+        return q._alias(lens.seen_as(described), torch.Size(shape))
+    own_parts = contents_of(q)
+    return q._like({spec.name: own_parts[spec.name].view(spec.shape(shape)) for spec in contents_specs(q)})
 
 
 def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:
@@ -75,22 +75,22 @@ def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:
 @implements(aten.slice.Tensor)
 def slice_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """q[a:b] along any dim, step 1. Along K the cut must fall on block boundaries."""
-    q, dim, start, end, step = _filled(args, None, 0, None, None, 1)
+    q, dim, start, end, step = _fill_in(args, None, 0, None, None, 1)
     dim %= q.ndim
     start, end, _ = slice(start, end).indices(q.shape[dim])
     if step != 1:
         raise NotImplementedError(f"slicing {describe(q.shape, q.recipe)} with step {step}; only step 1 is defined")
     if (start, end) == (0, q.shape[dim]) and q._lens.described is not None:
-        return q._aliased(q._lens, q.shape)  # all of it, which can be viewed back
+        return q._alias(q._lens, q.shape)  # all of it, which can be viewed back
     return cut(q, dim, start, max(end, start), severed=dim == q.ndim - 1)
 
 
 @implements(aten.split.Tensor)
 def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pieces of `size` along a dim, the last may be shorter. fully_shard and distribute_tensor cut shards this way."""
-    q, size, dim = _filled(args, None, None, 0)
+    q, size, dim = _fill_in(args, None, None, 0)
     refuse_resharding_to_a_smaller_mesh(q, size)
-    restored(q)
+    freeze_noted(q)
     total = q.shape[dim]
     return [cut(q, dim % q.ndim, start, min(start + size, total)) for start in range(0, max(total, 1), max(size, 1))]
 
@@ -98,7 +98,7 @@ def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @implements(aten.split_with_sizes.default)
 def split_with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pieces of the given sizes along a dim."""
-    q, sizes, dim = _filled(args, None, None, 0)
+    q, sizes, dim = _fill_in(args, None, None, 0)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [cut(q, dim % q.ndim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
@@ -115,8 +115,8 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise IndexError(f"index {index} is out of range for {describe(q.shape, q.recipe)}")
     index %= q.shape[0]
     piece, wide = cut(q, 0, index, index + 1), tensor_wide(q.recipe)
-    own = held(piece)
-    parts = {spec.name: own[spec.name][0] if spec.per_row else own[spec.name] for spec in held_specs(q)}
+    own = contents_of(piece)
+    parts = {spec.name: own[spec.name][0] if spec.per_row else own[spec.name] for spec in contents_specs(q)}
     if wide is not None and piece._sharding.shards is not None:  # all of a gathered stack of one
         parts[wide], _ = _cut_vector(parts[wide], piece._sharding.shards, 0, 1)
     return q._like(parts, lens=piece._lens)  # q may itself be a view, whose writes reach others, or nothing
@@ -125,14 +125,14 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @implements(aten.unbind.int)
 def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """All matrices of a stack, which iterating over it gives."""
-    q, dim = _filled(args, None, 0)
+    q, dim = _fill_in(args, None, 0)
     return [select(func, (q, dim, index), {}) for index in range(q.shape[dim])]
 
 
 @implements(aten.as_strided.default)
 def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first rows of a gathered weight. FSDP crops its padding this way."""
-    q, size, stride, offset = _filled(args, None, None, None, None)
+    q, size, stride, offset = _fill_in(args, None, None, None, None)
     size = tuple(size)
     plain = tuple(stride) == q.stride() and not offset  # contiguous, whatever the number of rows
     if not plain or size[1:] != tuple(q.shape[1:]) or size[0] > q.shape[0]:
@@ -188,8 +188,8 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int, *, severed: bool = F
     shape = q.shape
     piece = _Range(shape, dim, start, end)
     _check_cut(q, piece)
-    own, lens, sharding = held(q), q._lens, q._sharding
-    parts = {spec.name: _cut_part(own[spec.name], spec, piece) for spec in held_specs(q)}
+    own, lens, sharding = contents_of(q), q._lens, q._sharding
+    parts = {spec.name: _cut_part(own[spec.name], spec, piece) for spec in contents_specs(q)}
     shards, wide = sharding.shards, tensor_wide(q.recipe)
     if shards is not None and wide is not None and dim == 0 and not piece.whole:
         parts[wide], shards = _cut_vector(parts[wide], shards, start, end)

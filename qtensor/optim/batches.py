@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp_hooks.torch_private import without_torch_function
 from qtensor.numerics import kernels
 from qtensor.optim.masters import copy_rows
-from qtensor.scales.agreement import claim_of, decided
+from qtensor.scales.agreement import claim_of, decide
 from qtensor.scales.cut_blocks import CutBlocks
 from qtensor.spec.lens import OWN
 from qtensor.spec.recipes import Recipe
@@ -41,11 +41,11 @@ def write_each(
         recipe, cut = shards[numbers[0]].recipe, cuts[numbers[0]]
         if len(numbers) == 1:
             (number,) = numbers
-            write(shards[number], values[number], *decided(values[number], recipe, cut, agreed[number]), step=True)
+            write(shards[number], values[number], *decide(values[number], recipe, cut, agreed[number]), step=True)
             continue
         stacked = torch.stack([values[number] for number in numbers])
         known = [one for number in numbers if (one := agreed[number]) is not None]  # of all of them, or of none
-        amaxes, blocks = decided(stacked, recipe, cut, torch.stack(known)) if known else (None, None)
+        amaxes, blocks = decide(stacked, recipe, cut, torch.stack(known)) if known else (None, None)
         if kernels.shares_amax(recipe):
             amaxes = _each_amax(stacked, recipe, amaxes)
         parts = kernels.encode(stacked, recipe, amaxes, blocks)

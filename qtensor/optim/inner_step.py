@@ -81,7 +81,7 @@ class Room:
         return self._memory[start : start + like.numel()].view(like.shape)
 
 
-class _Chunk(NamedTuple):
+class _ParamChunk(NamedTuple):
     """Parameters of one step, and how many elements their gradients take up in a `Room`."""
 
     params: list[Tensor]
@@ -100,7 +100,9 @@ def step_masters(
         groups: parameter -> the number of its group.
     """
     apart = type(inner) in APART
-    chunks = list(_chunks(params, locals_of([masters[param] for param in params]))) if apart else [_Chunk(params, 0)]
+    chunks = (
+        list(_chunks(params, locals_of([masters[param] for param in params]))) if apart else [_ParamChunk(params, 0)]
+    )
     # any other optimizer may keep gradients, which the next step would write over in a room
     room = Room(max(chunk.elements for chunk in chunks)) if apart else None
     everything = [group["params"] for group in inner.param_groups]
@@ -121,18 +123,20 @@ def step_masters(
             group["params"] = own
 
 
-def _chunks(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[_Chunk]:
+def _chunks(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[_ParamChunk]:
     """The parameters in runs of some elements, or of a single one that has more; `masters`: the local ones."""
     chunk: list[Tensor] = []
     elements = 0
     for param, master in zip(params, masters, strict=True):
         count = Room.elements_of(master)
         if chunk and elements + count > CHUNK.get(master.device.type, CHUNK_ELSEWHERE):
-            yield _Chunk(chunk, elements)
+            yield _ParamChunk(chunk, elements)
             chunk, elements = [], 0
         chunk.append(param)
         elements += count
-    yield _Chunk(chunk, elements)  # an empty one where there are no parameters: the inner optimizer steps all the same
+    yield _ParamChunk(
+        chunk, elements
+    )  # an empty one where there are no parameters: the inner optimizer steps all the same
 
 
 def lend_gradients(params: Sequence[Tensor], masters: Mapping[Tensor, Tensor], room: Room | None) -> None:

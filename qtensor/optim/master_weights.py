@@ -48,7 +48,7 @@ from qtensor.optim.batches import write_each
 from qtensor.optim.inner_step import step_masters
 from qtensor.optim.masters import check_trainable, copy_many, digests_of, master_of, outside_writes, refill
 from qtensor.optim.replicas import Replicas
-from qtensor.optim.step_agreement import TRAINED, Outcome, Trained, agree, tell
+from qtensor.optim.step_agreement import TRAINED, StepOutcome, Trained, agree, tell
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
@@ -123,7 +123,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             named = [given] if isinstance(given, Tensor) else given
             pairs = [one if isinstance(one, tuple) else (f"group {len(self.param_groups)}", one) for one in named]
             self._check_trainable(type(self._inner), pairs)
-            with self._telling([pair for pair in pairs if isinstance(pair[1], Tensor)]):
+            with self._tell_errors([pair for pair in pairs if isinstance(pair[1], Tensor)]):
                 super().add_param_group({**param_group, "params": given})
             group = self.param_groups[-1]
             self._sync(len(self.param_groups) - 1)
@@ -162,7 +162,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """
         inner = self.__dict__.get("_inner")
         if name not in optimizer_modes.MODES or not hasattr(inner, name):
-            raise optimizer_modes.missing(inner, name)
+            raise optimizer_modes.missing_attribute(inner, name)
         return functools.partial(self._switch, name)
 
     @torch.no_grad()
@@ -191,11 +191,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             moved = move(self._inner)
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 group.update(master_states.options_of(inner))  # some optimizers keep state in their groups
-            trained, dense, plain = self._agreeing(set(moved), frozen=frozen)
+            trained, dense, plain = self._collect_writes(set(moved), frozen=frozen)
             copy_many([(shard, master) for _, shard, master in plain])
         except Exception:
             with contextlib.suppress(Exception):  # the error that led here is the one to report
-                tell(*self._agreeing(set(), frozen=frozen)[:2], self._labels, replicas)
+                tell(*self._collect_writes(set(), frozen=frozen)[:2], self._labels, replicas)
             raise
         outcome = agree(trained, dense, self._labels, replicas)
         written = self._requantize(trained, outcome) | {param for param, _, _ in plain}
@@ -237,13 +237,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _check_trainable(self, kind: type[torch.optim.Optimizer], named: Iterable[tuple[str, Any]]) -> None:
         """`check_trainable`, and an error on this rank alone reaches those that go on to `_sync`."""
         tensors = [(name, param) for name, param in named if isinstance(param, Tensor)]
-        with self._telling(tensors):
+        with self._tell_errors(tensors):
             check_trainable(kind, [param for _, param in tensors])
             partners = [partners_of(param) for _, param in tensors if param.requires_grad]
             check_complete("MasterWeightOptimizer", partners, TRAINED)
 
     @contextlib.contextmanager
-    def _telling(self, named: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
+    def _tell_errors(self, named: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
         """An error in this block reaches the ranks that go on to `_sync` of these parameters."""
         try:
             yield
@@ -297,7 +297,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         everybody = Replicas(named).everybody if self._check_replicas else []
         return list(dict.fromkeys([*meeting_of(list(labels.values()), cuts_of(list(labels))), *everybody]))
 
-    def _agreeing(
+    def _collect_writes(
         self, with_grad: set[Tensor], *, frozen: bool
     ) -> tuple[list[Trained], list[tuple[str, Tensor, SharedScales]], list[tuple[Tensor, Tensor, Tensor]]]:
         """What a step writes: quantized; storage="high_precision"; plain (parameter, shard, local master).
@@ -327,7 +327,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         groups = list(enumerate(self.param_groups))[first:]
         return [pair for number, group in groups for pair in master_states.names_of(group, number)]
 
-    def _requantize(self, trained: list[Trained], outcome: Outcome) -> set[Tensor]:
+    def _requantize(self, trained: list[Trained], outcome: StepOutcome) -> set[Tensor]:
         """Write the quantized parameters whose masters moved on any rank; returns those."""
         # asking is a host sync: once each has been written, and while all take part in each step, nobody needs to ask
         wait = any(one.fresh or not one.stepped for one in trained)

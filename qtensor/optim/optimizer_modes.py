@@ -33,7 +33,7 @@ def switch(inner: torch.optim.Optimizer, mode: str, masters: Mapping[Tensor, Ten
     return [param for param, master in masters.items() if id(master) in moved]
 
 
-def missing(inner: object, name: str) -> AttributeError:
+def missing_attribute(inner: object, name: str) -> AttributeError:
     """For a name that MasterWeightOptimizer does not have."""
     own = f"'MasterWeightOptimizer' object has no attribute {name!r}"
     if inner is None or name.startswith("_") or not hasattr(inner, name):

@@ -34,7 +34,7 @@ from qtensor.optim.masters import bytes_of
 PIECES = 4  # of a digest, 16 bits each, which fp32 holds exactly
 
 
-class _Kind(NamedTuple):
+class _AlikeCut(NamedTuple):
     """Parameters that are cut alike, by label; this rank holds shard `own` of `shards`."""
 
     shards: int
@@ -57,7 +57,7 @@ class Replicas:
             placed = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
             found.setdefault((placed, *_shard_of(param)), []).append((label_of(name, param), param))
         self._kinds = [
-            _Kind(shards, own, sorted(params, key=lambda pair: pair[0]))
+            _AlikeCut(shards, own, sorted(params, key=lambda pair: pair[0]))
             for (_, shards, own), params in found.items()
             if shards < ranks_of(None)  # else each rank has a shard of its own
         ]
@@ -107,7 +107,7 @@ class Replicas:
         """
         tables = [value.view(-1, 2, PIECES) for value in reduced]
         if tables and not torch.stack([(table[:, 0] == -table[:, 1]).all() for table in tables]).all():
-            raise RuntimeError(self._told())
+            raise RuntimeError(self._describe_difference())
 
     def cuts_of(self, params: Sequence[Tensor]) -> list[list[tuple[int, dist.ProcessGroup]]]:
         """`scale_sync.cuts_of`, over all ranks where that gives the same maxima."""
@@ -116,7 +116,7 @@ class Replicas:
             for param, cuts in zip(params, cuts_of(params), strict=True)
         ]
 
-    def _told(self) -> str:
+    def _describe_difference(self) -> str:
         """What differs, found by comparing the digests of all parameters; a collective."""
         named = [(label, kind.own) for kind in self._kinds for label, _ in kind.params]
         own = [(label, shard, value) for (label, shard), value in zip(named, self._found.tolist(), strict=True)]
@@ -130,12 +130,12 @@ class Replicas:
         (label, _), by_rank = next(iter(apart.items()))
         also = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
         return (
-            f"MasterWeightOptimizer.step: replicas hold different bytes of {label}{also}: {_who(by_rank)}. No "
+            f"MasterWeightOptimizer.step: replicas hold different bytes of {label}{also}: {_name_ranks(by_rank)}. No "
             "quantized parameter has been written; take that rank's device out of the job and load a checkpoint"
         )
 
 
-def _who(by_rank: dict[int, int]) -> str:
+def _name_ranks(by_rank: dict[int, int]) -> str:
     """Which ranks hold what few others hold; all of them where no value is held by most."""
     (value, most), *_ = Counter(by_rank.values()).most_common()
     odd = [rank for rank, held in by_rank.items() if held != value]

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.ranks.exchange import Label
-from fsdp_hooks.ranks.partners import check_complete, pooled
+from fsdp_hooks.ranks.partners import check_complete, pool
 from fsdp_hooks.scale_sync import MEETING, SharedScales, cuts_of, max_over_groups, meeting_of, tell_groups
 from fsdp_hooks.torch_private import local_of
 from qtensor.optim.batches import claims_of
 from qtensor.optim.replicas import Replicas
 from qtensor.scales.agreement import common_along
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
-from qtensor.tensor.contents import decoded
+from qtensor.tensor.contents import decode
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 WHAT = "MasterWeightOptimizer.step"
@@ -47,7 +47,7 @@ class Trained(NamedTuple):
     fresh: bool
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """What was agreed on.
 
     Attributes:
@@ -94,7 +94,7 @@ class _Terms(NamedTuple):
     meeting: list[dist.ProcessGroup]
     replicas: Replicas | None
 
-    def labelled(self, trained: Sequence[Trained]) -> tuple[list[Label], list[list[dist.ProcessGroup]]]:
+    def label(self, trained: Sequence[Trained]) -> tuple[list[Label], list[list[dist.ProcessGroup]]]:
         """The labels and the groups of what is exchanged, in the order it is exchanged."""
         labels: list[Label] = [("amax", trained[number].label) for number in self.sharing]
         labels += [("moved", *(trained[number].label for number in numbers)) for numbers in self.members.values()]
@@ -139,7 +139,7 @@ def agree(
     dense: Sequence[tuple[str, Tensor, SharedScales]],
     labels: Mapping[Tensor, str],
     replicas: Replicas | None,
-) -> Outcome:
+) -> StepOutcome:
     """Agree over all shards; a collective. Dense shards (storage="high_precision") adopt their scales here.
 
     Args:
@@ -153,7 +153,9 @@ def agree(
             all ranks, replicas differ.
     """
     if replicas is None and not dense and _alone(trained, labels):
-        return Outcome([None] * len(trained), [None] * len(trained), [*range(len(trained))], _moved(trained), [])
+        return StepOutcome(
+            [None] * len(trained), [None] * len(trained), [*range(len(trained))], _find_moved(trained), []
+        )
     terms = _terms(trained, dense, labels, replicas)
     sharing, members, claiming = terms.sharing, terms.members, terms.claiming
     shards, masters = [trained[number].shard for number in sharing], [trained[number].master for number in sharing]
@@ -162,13 +164,13 @@ def agree(
     try:
         check_complete(WHAT, partners + of_dense, TRAINED)
         values = claims_of(shards, masters, terms.cuts)
-        values += [_moved([trained[number] for number in numbers]) for numbers in members.values()]
+        values += [_find_moved([trained[number] for number in numbers]) for numbers in members.values()]
         values += [scales.claim() for _, scales, _ in claiming]
         met = torch.zeros(1, dtype=torch.float32, device=_device(labels))
     except Exception:
         tell(trained, dense, labels, replicas)
         raise
-    listed, over = terms.labelled(trained)
+    listed, over = terms.label(trained)
     digests = [] if replicas is None else replicas.values
     reduced, _ = max_over_groups(WHAT, listed, [*values, met, *digests], over)
     agreed, compared = reduced[: len(values)], reduced[len(values) + 1 :]
@@ -176,12 +178,12 @@ def agree(
         replicas.check(compared)
     scales_agreed: list[Tensor | None] = [None] * len(trained)
     cuts: list[CutBlocks | None] = [None] * len(trained)
-    own = pooled([one and one.names for one in partners], [1] * len(sharing), agreed[: len(sharing)])
+    own = pool([one and one.names for one in partners], [1] * len(sharing), agreed[: len(sharing)])
     for number, claim, blocks in zip(sharing, own, terms.cuts, strict=True):
         scales_agreed[number], cuts[number] = claim, blocks
     flags = agreed[len(sharing) : len(sharing) + len(members)]
     theirs = agreed[len(sharing) + len(members) :]
-    theirs = pooled([one and one.names for one in of_dense], [scales.pooled for _, scales, _ in claiming], theirs)
+    theirs = pool([one and one.names for one in of_dense], [scales.pooled for _, scales, _ in claiming], theirs)
     for (_, scales, _), claim in zip(claiming, theirs, strict=True):
         scales.adopt(claim)
     order = [number for numbers in members.values() for number in numbers]
@@ -191,7 +193,7 @@ def agree(
             together.setdefault(one.names, []).append(number)
     device = flags[0].device if flags else torch.device("cpu")
     moved = torch.cat([torch.zeros(0, dtype=torch.float32, device=device), *(own.to(device) for own in flags)])
-    return Outcome(scales_agreed, cuts, order, moved, list(together.values()))
+    return StepOutcome(scales_agreed, cuts, order, moved, list(together.values()))
 
 
 def tell(
@@ -201,7 +203,7 @@ def tell(
     replicas: Replicas | None,
 ) -> None:
     """Called instead of `agree` on a rank that failed: the others raise instead of waiting for it."""
-    tell_groups(*_terms(trained, dense, labels, replicas).labelled(trained), _device(labels))
+    tell_groups(*_terms(trained, dense, labels, replicas).label(trained), _device(labels))
 
 
 def _alone(trained: Sequence[Trained], labels: Mapping[Tensor, str]) -> bool:
@@ -215,7 +217,7 @@ def _device(labels: Mapping[Tensor, str]) -> torch.device:
     return next((local_of(param).device for param in labels), torch.device("cpu"))
 
 
-def _moved(trained: Sequence[Trained]) -> Tensor:
+def _find_moved(trained: Sequence[Trained]) -> Tensor:
     """fp32 [n]: whether the masters of this rank moved (1) or not (0)."""
     device = trained[0].master.device if trained else torch.device("cpu")
     if all(one.stepped for one in trained):
@@ -225,5 +227,5 @@ def _moved(trained: Sequence[Trained]) -> Tensor:
         flags = torch.tensor(stepped, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
     for number, one in enumerate(trained):
         if one.stepped and one.fresh:
-            flags[number] = (decoded(one.shard, torch.float32) != one.master).any()
+            flags[number] = (decode(one.shard, torch.float32) != one.master).any()
     return flags

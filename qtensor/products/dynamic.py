@@ -32,7 +32,7 @@ from qtensor.products.emulation import tell_of_emulation
 from qtensor.spec.format import Route
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import describe, registered
-from qtensor.tensor.contents import decoded, parts_per_row
+from qtensor.tensor.contents import decode, parts_per_row
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 Parts = Mapping[str, Tensor]
@@ -60,7 +60,7 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
     rows, columns = weight.shape
     with torch.no_grad():
         flat = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)  # [M, K]
-        parts = quantized_rows(flat, weight.recipe)
+        parts = quantize_rows(flat, weight.recipe)
         supported, reason = scaled_mm_support(x.device, weight.recipe, x.dtype, rows, columns)
         route = registered(weight.recipe).route
         if supported and route is not None and weight._lens.described is None:
@@ -70,22 +70,22 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
             if is_tracing():  # sizes may be no numbers there
                 reason = _unfit_device(x.device, name, route)
             tell_of_emulation(x.device, name, reason or ("" if is_tracing() else OTHER_SHAPE))
-            y = emulated(parts, weight, x.dtype)
+            y = emulate(parts, weight, x.dtype)
         # not a view: autograd would refuse in-place writes to one
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], rows))  # type: ignore[no-any-return]
 
 
-def quantized_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
+def quantize_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     """The parts of x [.., K], every row quantized by itself: a tensor-wide scale becomes one scale a row, [.., 1]."""
     return kernels.encode_rows(x, recipe.of_rows)
 
 
-def emulated(x: Parts, weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+def emulate(x: Parts, weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """The product in fp32 of the decoded operands, [M, N], rounded once to `dtype`."""
     rows = weight.recipe.of_rows
     values = kernels.decode(x, rows, torch.float32)
     with without_autocast(values.device):
-        return F.linear(values, decoded(weight, torch.float32)).to(dtype)
+        return F.linear(values, decode(weight, torch.float32)).to(dtype)
 
 
 def scaled_mm_support(
@@ -122,7 +122,7 @@ def _unfit_operands(payload: torch.dtype, route: Route, dtype: torch.dtype, rows
     return ""
 
 
-def swizzled(scale: Tensor) -> Tensor:
+def swizzle(scale: Tensor) -> Tensor:
     """Scales of blocks [rows, blocks], one byte each, in the order the tensor cores read them (SWIZZLE_32_4_4), flat.
 
     Tiles have 128 rows and 4 blocks, padded with zeros. In a tile, row r goes to line r % 32, where the four rows with

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from fsdp_hooks.torch_private import constant_in_graphs, is_tracing
 from qtensor.numerics import kernels
-from qtensor.products.dynamic import Parts, quantized_rows, scaled_mm_support, without_autocast
+from qtensor.products.dynamic import Parts, quantize_rows, scaled_mm_support, without_autocast
 from qtensor.products.emulation import tell_of_emulation
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import column_multiple, format_of, registered, specs_of
@@ -64,7 +64,7 @@ class Kinds(NamedTuple):
     weight: Recipe
 
 
-class Seen(NamedTuple):
+class SeenWeight(NamedTuple):
     """How a weight sees its parts.
 
     Attributes:
@@ -86,7 +86,7 @@ def input_gradient(grad: Tensor, weight: "QuantizedTensor") -> Tensor:
         weight: [N, K], also a gathered one whose shards have different tensor-wide scales, or a transposed view.
     """
     parts, lens, recipe = parts_per_row(weight), weight._lens, weight.recipe
-    seen = Seen((weight.shape[0], weight.shape[1]), lens.described is not None, lens.transposed)
+    seen = SeenWeight((weight.shape[0], weight.shape[1]), lens.described is not None, lens.transposed)
     if not _in_a_graph():
         return _input_gradient(grad, parts, kinds_of(recipe), seen)
     held, how = [parts[spec.name] for spec in specs_of(recipe) if spec.gathered], [seen.view, seen.transposed]
@@ -106,7 +106,7 @@ def kinds_of(recipe: Recipe) -> Kinds:
     return Kinds(recipe.of_gradients, recipe.of_backward, recipe.stored)
 
 
-def turned(parts: Parts, kinds: Kinds, seen: Seen) -> tuple[Parts, Tensor | None]:
+def turn_weight(parts: Parts, kinds: Kinds, seen: SeenWeight) -> tuple[Parts, Tensor | None]:
     """The weight's operand in dx: parts of w.T [K, N] under `kinds.other`, and factors of the gradient's columns.
 
     Factors are fp32 [1, N] or [1, 1]; None where there are none. A view of another shape is quantized anew from its
@@ -116,10 +116,10 @@ def turned(parts: Parts, kinds: Kinds, seen: Seen) -> tuple[Parts, Tensor | None
     exact = None if seen.view else format_of(kinds.weight).turned(parts, kinds.weight)
     if exact is not None:
         made, factors = exact
-        return {**made, "payload": _padded(made["payload"], multiple)}, factors
+        return {**made, "payload": _pad(made["payload"], multiple)}, factors
     values = kernels.decode(parts, kinds.weight, torch.float32)
     values = values.view(seen.shape[::-1] if seen.transposed else seen.shape)
-    return quantized_rows(_padded(values if seen.transposed else values.t(), multiple), kinds.other), None
+    return quantize_rows(_pad(values if seen.transposed else values.t(), multiple), kinds.other), None
 
 
 def contraction_multiple(recipe: Recipe) -> int:
@@ -129,20 +129,20 @@ def contraction_multiple(recipe: Recipe) -> int:
 
 
 @torch.no_grad()
-def _input_gradient(grad: Tensor, parts: Parts, kinds: Kinds, seen: Seen) -> Tensor:
-    w, factors = turned(parts, kinds, seen)
+def _input_gradient(grad: Tensor, parts: Parts, kinds: Kinds, seen: SeenWeight) -> Tensor:
+    w, factors = turn_weight(parts, kinds, seen)
     dy = grad if factors is None else grad.to(torch.float32) * factors
-    return _multiplied(quantized_rows(_padded(dy, contraction_multiple(kinds.other)), kinds.gradient), w, kinds, grad)
+    return _multiply(quantize_rows(_pad(dy, contraction_multiple(kinds.other)), kinds.gradient), w, kinds, grad)
 
 
 @torch.no_grad()
 def _weight_gradient(grad: Tensor, x: Tensor, kinds: Kinds) -> Tensor:
     multiple = contraction_multiple(kinds.other)
-    dy = quantized_rows(_padded(grad.t(), multiple), kinds.gradient)  # [N, T]
-    return _multiplied(dy, quantized_rows(_padded(x.t(), multiple), kinds.other), kinds, grad)
+    dy = quantize_rows(_pad(grad.t(), multiple), kinds.gradient)  # [N, T]
+    return _multiply(dy, quantize_rows(_pad(x.t(), multiple), kinds.other), kinds, grad)
 
 
-def _multiplied(a: Parts, b: Parts, kinds: Kinds, like: Tensor) -> Tensor:
+def _multiply(a: Parts, b: Parts, kinds: Kinds, like: Tensor) -> Tensor:
     """The product of gradients a [M, C] and what b [L, C] holds of the other operand, [M, L] in the dtype of `like`."""
     rows, columns = b["payload"].shape
     supported, reason = scaled_mm_support(like.device, kinds.other, like.dtype, rows, columns)
@@ -150,17 +150,17 @@ def _multiplied(a: Parts, b: Parts, kinds: Kinds, like: Tensor) -> Tensor:
     if supported and route is not None:
         return route.multiply(a, b, like.dtype)
     tell_of_emulation(like.device, type(kinds.other).__name__, reason)
-    return emulated(a, b, kinds, like.dtype)
+    return emulate(a, b, kinds, like.dtype)
 
 
-def emulated(a: Parts, b: Parts, kinds: Kinds, dtype: torch.dtype) -> Tensor:
+def emulate(a: Parts, b: Parts, kinds: Kinds, dtype: torch.dtype) -> Tensor:
     """The product in fp32 of the decoded operands, rounded once to `dtype`."""
     values = kernels.decode(a, kinds.gradient, torch.float32)
     with without_autocast(values.device):
         return F.linear(values, kernels.decode(b, kinds.other, torch.float32)).to(dtype)
 
 
-def _padded(x: Tensor, multiple: int) -> Tensor:
+def _pad(x: Tensor, multiple: int) -> Tensor:
     """Contiguous, with zeros behind each row up to a multiple; elements of one byte have the code 0 for zero."""
     short = -x.shape[-1] % multiple
     if not short:
@@ -195,7 +195,7 @@ def _input_gradient_op(grad: Tensor, parts: list[Tensor], recipe: str, shape: li
     names = [spec.name for spec in specs_of(told.weight) if spec.gathered]
     view, transposed = seen
     named = dict(zip(names, parts, strict=True))
-    return _input_gradient(grad, named, told, Seen((shape[0], shape[1]), view, transposed))
+    return _input_gradient(grad, named, told, SeenWeight((shape[0], shape[1]), view, transposed))
 
 
 @_input_gradient_op.register_fake

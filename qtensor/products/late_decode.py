@@ -20,7 +20,7 @@ from fsdp_hooks.torch_private import constant_in_graphs, is_tracing
 from qtensor.numerics import kernels
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import specs_of
-from qtensor.tensor.contents import decoded, parts_per_row
+from qtensor.tensor.contents import decode, parts_per_row
 
 if TYPE_CHECKING:
     from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -49,14 +49,14 @@ def multiply_decoded(
     dtype = weight.dtype if dtype is None else dtype
     how = How(call, place, weight.recipe, weight._lens.transposed)
     if not is_tracing() or torch.compiler.is_exporting():
-        return _called(how, operands, decoded(weight, dtype))
+        return _call(how, operands, decode(weight, dtype))
     parts = parts_per_row(weight)
     held = [parts[spec.name] for spec in specs_of(weight.recipe)]
     shape = list(weight.shape[:-2] + weight.shape[:-3:-1] if how.transposed else weight.shape)
     return torch.ops.qtensor.multiply_decoded(list(operands), held, _text(*how), dtype, shape)  # type: ignore[no-any-return]
 
 
-def _called(how: How, operands: Sequence[Any], values: Tensor) -> Tensor:
+def _call(how: How, operands: Sequence[Any], values: Tensor) -> Tensor:
     return _CALLS[how.call](*operands[: how.place], values, *operands[how.place :])  # type: ignore[no-any-return]
 
 
@@ -81,11 +81,11 @@ def _multiply_decoded(
     told = _how(how)
     named = {spec.name: part for spec, part in zip(specs_of(told.recipe), parts, strict=True)}
     values = kernels.decode(named, told.recipe, dtype).view(shape)
-    return _called(told, operands, values.transpose(-2, -1) if told.transposed else values)
+    return _call(told, operands, values.transpose(-2, -1) if told.transposed else values)
 
 
 @_multiply_decoded.register_fake
 def _(operands: list[Tensor], parts: list[Tensor], how: str, dtype: torch.dtype, shape: list[int]) -> Tensor:
     told = _how(how)
     values = parts[0].new_empty(shape, dtype=dtype)
-    return _called(told, operands, values.transpose(-2, -1) if told.transposed else values)
+    return _call(told, operands, values.transpose(-2, -1) if told.transposed else values)

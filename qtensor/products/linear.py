@@ -39,7 +39,7 @@ class QuantizedLinear(torch.autograd.Function):
         of_x, of_weight = ctx.needs_input_grad[:2]
         dense = _dense(weight) if weight.recipe.activations is None else None
         y = _forward(x, weight, bias, dense)
-        kept = None if is_tracing() or dense is None or not of_x else _kept(dense, y)
+        kept = None if is_tracing() or dense is None or not of_x else _keep_dense(dense, y)
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None, kept)
         ctx.recipe, ctx.shape = weight.recipe, weight.shape
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
@@ -88,7 +88,7 @@ class _DifferentiatedOnce(torch.autograd.Function):
 def _dense_gradients(
     grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, dense: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x, where the weight is given, and of the weight, where x is; `dense`: see `_kept`."""
+    """The gradients of x, where the weight is given, and of the weight, where x is; `dense`: see `_keep_dense`."""
     dx = dw = None
     if weight is not None:
         if torch.is_grad_enabled() and not is_tracing():  # a loss may contain dx, and so the weight once more
@@ -118,12 +118,12 @@ class _InputGradient(torch.autograd.Function):
         grad, weight = ctx.saved_tensors
         of_grad, of_weight = ctx.needs_input_grad
         return (
-            _Output.apply(found, weight) if of_grad else None,
+            _LinearOutput.apply(found, weight) if of_grad else None,
             _rows(grad).T @ _rows(found) if of_weight else None,
         )
 
 
-class _Output(torch.autograd.Function):
+class _LinearOutput(torch.autograd.Function):
     """y = x @ dequantize(w).T likewise; each of the two is made of the other's derivatives."""
 
     @staticmethod
@@ -181,7 +181,7 @@ def _dense(weight: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
         return weight.dequantize(dtype)
 
 
-def _kept(dense: Tensor, y: Tensor) -> Tensor:
+def _keep_dense(dense: Tensor, y: Tensor) -> Tensor:
     """The dense weight where `decode_once` keeps it for backward, and otherwise a tensor without elements.
 
     Activation checkpointing puts what is saved when a forward runs again in the places of what was saved before. One

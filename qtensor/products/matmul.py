@@ -16,7 +16,7 @@ from qtensor.ops.table import implements
 from qtensor.products.dynamic import product
 from qtensor.products.late_decode import multiply_decoded
 from qtensor.spec.registry import describe
-from qtensor.tensor.quantized_tensor import QuantizedTensor, dense
+from qtensor.tensor.quantized_tensor import QuantizedTensor, dequantize_all
 
 __all__: list[str] = []
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 @implements(aten.t.default)
 def t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """[N, K] -> [K, N], the same parts; transposing twice gives the weight back."""
-    return _transposed(args[0])
+    return _transpose(args[0])
 
 
 @implements(aten.transpose.int)
@@ -40,15 +40,15 @@ def transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(
             f"transposing dims {args[1]} and {args[2]} of {describe(q.shape, q.recipe)}: only the last two are defined"
         )
-    return _transposed(q)
+    return _transpose(q)
 
 
-def _transposed(q: QuantizedTensor) -> QuantizedTensor:
+def _transpose(q: QuantizedTensor) -> QuantizedTensor:
     lens = q._lens
     if q.ndim < 2 or (lens.described is not None and not lens.transposed):
         raise NotImplementedError(f"transposing {describe(q.shape, q.recipe)}: only a weight [.., N, K] is defined")
     other = lens.seen_as(None) if lens.transposed else lens.seen_as(tuple(q.shape), transposed=True)
-    return q._aliased(other, torch.Size((*q.shape[:-2], q.shape[-1], q.shape[-2])))
+    return q._alias(other, torch.Size((*q.shape[:-2], q.shape[-1], q.shape[-2])))
 
 
 @implements(aten.mm.default)
@@ -57,8 +57,8 @@ def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     x, weight = args
     if isinstance(weight, QuantizedTensor) and weight._lens.transposed and weight.recipe.activations is not None:
         _refuse_gradients(func, weight)
-        return product(x, _transposed(weight))
-    return _decoded_inside(func, args, kwargs)
+        return product(x, _transpose(weight))
+    return _decode_inside(func, args, kwargs)
 
 
 @implements(aten.addmm.default)
@@ -69,9 +69,9 @@ def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1:
             raise NotImplementedError(f"addmm with beta or alpha of {describe(weight.shape, weight.recipe)}")
         _refuse_gradients(func, weight)
-        y: Tensor = product(x, _transposed(weight)) + bias
+        y: Tensor = product(x, _transpose(weight)) + bias
         return y
-    return _decoded_inside(func, args, kwargs)
+    return _decode_inside(func, args, kwargs)
 
 
 def _refuse_gradients(func: Any, weight: QuantizedTensor) -> None:
@@ -84,11 +84,11 @@ def _refuse_gradients(func: Any, weight: QuantizedTensor) -> None:
         )
 
 
-def _decoded_inside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _decode_inside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A product of decoded values; where one operand is quantized and nothing but tensors is given, see late_decode."""
     places = [place for place, arg in enumerate(args) if isinstance(arg, QuantizedTensor)]
     if len(places) != 1 or kwargs or not all(isinstance(arg, Tensor) for arg in args):
-        return func(*dense(args), **kwargs)  # type: ignore[no-any-return]
+        return func(*dequantize_all(args), **kwargs)  # type: ignore[no-any-return]
     (place,) = places
     _refuse_gradients(func, args[place])
     name = func.__name__.removesuffix(".default")
@@ -104,7 +104,7 @@ def baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     for operand in args:
         if isinstance(operand, QuantizedTensor):
             _refuse_dense_products(func, operand)
-    return func(*dense(args), **dense(kwargs))  # type: ignore[no-any-return]
+    return func(*dequantize_all(args), **dequantize_all(kwargs))  # type: ignore[no-any-return]
 
 
 _BATCHED = [aten.bmm.default, aten.mv.default]
@@ -118,7 +118,7 @@ def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     for operand in args:
         if isinstance(operand, QuantizedTensor):
             _refuse_dense_products(func, operand)
-    return _decoded_inside(func, args, kwargs)
+    return _decode_inside(func, args, kwargs)
 
 
 def _refuse_dense_products(func: Any, operand: QuantizedTensor) -> None:

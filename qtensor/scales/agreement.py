@@ -37,7 +37,7 @@ from qtensor.spec.registry import (
     specs_of,
     tensor_wide,
 )
-from qtensor.tensor.contents import decoded, initial_value, shared_scale
+from qtensor.tensor.contents import decode, initial_value, shared_scale
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -59,7 +59,7 @@ def claim_of(dense: Tensor, recipe: Recipe, cut: CutBlocks | None) -> Tensor:
     return claims[0] if len(claims) == 1 else torch.cat(claims)
 
 
-def decided(
+def decide(
     dense: Tensor, recipe: Recipe, cut: CutBlocks | None, agreed: Tensor | None
 ) -> tuple[Tensor | None, BlockFacts | None]:
     """From the maxima over all `claim_of`: the flat amax, and the facts of blocks, that `contents.write` takes.
@@ -69,12 +69,12 @@ def decided(
     if agreed is None or cut is None:
         return agreed, None
     shared = agreed.shape[-1] - cut.size(2)
-    return agreed[..., :shared] if shared else None, cut.decided(dense, recipe, agreed[..., shared:])
+    return agreed[..., :shared] if shared else None, cut.decide(dense, recipe, agreed[..., shared:])
 
 
 def encode_agreed(dense: Tensor, recipe: Recipe, cut: CutBlocks | None, agreed: Tensor | None) -> dict[str, Tensor]:
     """Parts of a shard's values under what was agreed on; None: where it has no scale in common with others."""
-    amax, blocks = decided(dense, recipe, cut, agreed)
+    amax, blocks = decide(dense, recipe, cut, agreed)
     amax = None if amax is None else amax.view(kernels.amax_shape(dense.shape, recipe))
     return kernels.encode(dense, recipe, amax, blocks)
 
@@ -137,7 +137,7 @@ class QuantizedScales(RecipeScales):
     @torch.no_grad()
     def claim(self) -> Tensor:
         """fp32, flat: see the module's docstring."""
-        q, values, init = self.shard, decoded(self.shard, torch.float32), initial_value(self.shard)
+        q, values, init = self.shard, decode(self.shard, torch.float32), initial_value(self.shard)
         claims = []
         amax = flat_amax(values, q.recipe)
         if amax is not None:
@@ -148,7 +148,7 @@ class QuantizedScales(RecipeScales):
         if self.cut is not None:
             facts = self.cut.claim(values, q.recipe)
             claims += [facts, torch.zeros_like(facts) if init is None else self.cut.claim(init, q.recipe)]
-            claims.append(self.cut.laid_out(self._block_scales(self.cut), fill=-math.inf))
+            claims.append(self.cut.lay_out(self._block_scales(self.cut), fill=-math.inf))
         return torch.cat(claims)
 
     @torch.no_grad()
@@ -158,13 +158,13 @@ class QuantizedScales(RecipeScales):
         With a preserved initial value the result is the quantization of the full tensor's value, bit for bit.
         """
         q, cut, init = self.shard, self.cut, initial_value(self.shard)
-        values = decoded(q, torch.float32) if init is None else init
+        values = decode(q, torch.float32) if init is None else init
         same, facts = torch.ones((), dtype=torch.bool, device=q.device), None
         if cut is not None:
             size = cut.size(2)
             agreed, of_values, of_init, scales = agreed.split([agreed.numel() - 3 * size, size, size, size])
-            facts = cut.decided(values, q.recipe, of_values if init is None else of_init)
-            largest, smallest = cut.spread(cut.taken_over(self._block_scales(cut), scales)).unbind(dim=-3)
+            facts = cut.decide(values, q.recipe, of_values if init is None else of_init)
+            largest, smallest = cut.spread(cut.take_over(self._block_scales(cut), scales)).unbind(dim=-3)
             same = (largest == -smallest) & (init is None)  # [.., N, blocks along K]
         if not kernels.shares_amax(q.recipe):
             self._take(kernels.encode(values, q.recipe, None, facts), same)
@@ -203,7 +203,7 @@ class QuantizedScales(RecipeScales):
         """
         scale = self.shard.scale
         numbers = scale if scale.dtype == torch.float32 else scale.view(torch.uint8).to(torch.float32)
-        return cut.grouped(torch.stack([numbers, -numbers], dim=-3), fill=-math.inf)
+        return cut.group_rows(torch.stack([numbers, -numbers], dim=-3), fill=-math.inf)
 
     def _history(self) -> list[Tensor]:
         """The amax history, for recipes that keep one."""

@@ -51,7 +51,7 @@ class CutBlocks:
     frame: tuple[int, ...]
     place: tuple[tuple[int, int], ...]
 
-    def laid_out(self, grouped: Tensor, fill: float = 0.0) -> Tensor:
+    def lay_out(self, grouped: Tensor, fill: float = 0.0) -> Tensor:
         """This shard's pieces of cut blocks, [.., channels, groups, blocks along K], in their places: fp32 [.., size].
 
         The places of other ranks get `fill`, which must not exceed any value. The leading dims of the weight stand
@@ -63,8 +63,8 @@ class CutBlocks:
             frame[self._at(number)] = grouped[..., own, :]
         return frame.flatten(len(extra))
 
-    def taken_over(self, grouped: Tensor, agreed: Tensor) -> Tensor:
-        """`grouped` with what was agreed on for cut blocks, in the layout of `laid_out`, in the place of its own."""
+    def take_over(self, grouped: Tensor, agreed: Tensor) -> Tensor:
+        """`group_rows` with what was agreed on for cut blocks, in the layout of `lay_out`, in the place of its own."""
         frame = agreed.reshape(*agreed.shape[:-1], *self._frame(grouped.shape[-3]))
         for number, own in self.mine:
             grouped[..., own, :] = frame[self._at(number)]
@@ -82,7 +82,7 @@ class CutBlocks:
         """How many values are exchanged."""
         return math.prod(self._frame(channels))
 
-    def grouped(self, per_row: Tensor, fill: float = 0.0) -> Tensor:
+    def group_rows(self, per_row: Tensor, fill: float = 0.0) -> Tensor:
         """[.., rows, blocks] -> [.., groups, blocks]: the maximum over the rows of each block that are here."""
         before = self.start % self.block if self.rows else 0
         groups = -(-(before + self.rows) // self.block)
@@ -98,15 +98,15 @@ class CutBlocks:
 
     def facts(self, x: Tensor, recipe: Recipe) -> Tensor:
         """fp32 [.., 2, groups, blocks along K]: amax and `broken` of each block, as far as it is here."""
-        return self.grouped(torch.stack(kernels.block_facts(x, recipe), dim=-3))
+        return self.group_rows(torch.stack(kernels.block_facts(x, recipe), dim=-3))
 
     def claim(self, x: Tensor, recipe: Recipe) -> Tensor:
         """fp32 [.., size(2)]: what this shard's values, [.., N, K], say about cut blocks."""
-        return self.laid_out(self.facts(x, recipe))
+        return self.lay_out(self.facts(x, recipe))
 
-    def decided(self, x: Tensor, recipe: Recipe, agreed: Tensor) -> BlockFacts:
+    def decide(self, x: Tensor, recipe: Recipe, agreed: Tensor) -> BlockFacts:
         """What was agreed on for cut blocks (fp32 [.., size(2)]), and what the values themselves say of the others."""
-        amax, broken = self.spread(self.taken_over(self.facts(x, recipe), agreed)).unbind(dim=-3)
+        amax, broken = self.spread(self.take_over(self.facts(x, recipe), agreed)).unbind(dim=-3)
         return BlockFacts(amax.contiguous(), broken.contiguous())
 
 

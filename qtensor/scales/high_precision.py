@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Sharding
-from fsdp_hooks.lazy_bits import on_resolved, resolved
+from fsdp_hooks.lazy_bits import call_resolved, resolve
 from fsdp_hooks.ranks.partners import Partners
 from fsdp_hooks.scale_sync import scales_of_shard
 from fsdp_hooks.torch_private import (
@@ -41,15 +41,15 @@ from fsdp_hooks.torch_private import (
 from fsdp_hooks.versions import count_writes
 from qtensor.numerics.graph_key import THIS_CODE, Keyed, KeyTag
 from qtensor.numerics.kernels import amax_shape, shared_amax
-from qtensor.ops.data_attribute import SET_DATA, exchanged
+from qtensor.ops.data_attribute import SET_DATA, exchange_data
 from qtensor.ops.table import refuse_resharding_to_a_smaller_mesh
-from qtensor.scales.agreement import DenseScales, claim_of, decided, encode_agreed, scale_of
+from qtensor.scales.agreement import DenseScales, claim_of, decide, encode_agreed, scale_of
 from qtensor.scales.cut_blocks import CutBlocks
 from qtensor.scales.high_precision_ops import ALIASES, KEEPS, RESHAPES_IN_PLACE, SAME_ROWS, TRANSPOSES
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import check_shape, describe, registered
-from qtensor.tensor.made_anew import address, made_anew
-from qtensor.tensor.moves import Note, carried, noted, restored
+from qtensor.tensor.made_anew import address, make_anew
+from qtensor.tensor.moves import Note, carry_note, freeze_noted, take_note
 from qtensor.tensor.quantized_tensor import TORCH_FUNCTIONS, QuantizedTensor
 
 aten = torch.ops.aten
@@ -81,7 +81,7 @@ class HighPrecisionWeight(Keyed, Tensor):
     `_partners` are the weights with which it shares its tensor-wide scale, see shared_scales.py.
     """
 
-    dense: Tensor
+    to_dense: Tensor
     recipe: Recipe
     agreement: Agreement
     padded_rows: int | None
@@ -99,10 +99,10 @@ class HighPrecisionWeight(Keyed, Tensor):
         padded_rows: int | None = None,
         **remembered: Any,
     ) -> Self:
-        """Internal: wraps `dense`, aliased (copied where it is lazy, see fsdp_hooks/lazy_bits.py)."""
+        """Internal: wraps `to_dense`, aliased (copied where it is lazy, see fsdp_hooks/lazy_bits.py)."""
         if remembered or recipe is None:  # somebody builds a parameter anew by its class
-            return made_anew(cls, dense, {"recipe": recipe, **remembered}, cls)  # type: ignore[return-value]
-        dense = resolved(dense)  # inside of a wrapper nobody would see the bit
+            return make_anew(cls, dense, {"recipe": recipe, **remembered}, cls)  # type: ignore[return-value]
+        dense = resolve(dense)  # inside of a wrapper nobody would see the bit
         self: Any = make_wrapper(cls, dense.shape, dense.dtype, dense.device, strides=dense.stride())
         self.dense, self.recipe, self.padded_rows = dense, recipe, padded_rows
         self.agreement = agreement or Agreement()
@@ -132,7 +132,7 @@ class HighPrecisionWeight(Keyed, Tensor):
     def shared_scale(self) -> Tensor:
         """fp32: that of `quantized`, tensor-wide [] or of rows [.., N, 1], without the rest of the work."""
         agreed, x = self._agreed(), self.dense.detach()
-        amax, _ = decided(x, self.recipe, self.agreement.cut if agreed is not None else None, agreed)
+        amax, _ = decide(x, self.recipe, self.agreement.cut if agreed is not None else None, agreed)
         found = shared_amax(x, self.recipe) if amax is None else amax.view(amax_shape(x.shape, self.recipe))
         assert found is not None
         return scale_of(found, self.recipe)
@@ -179,7 +179,7 @@ class HighPrecisionWeight(Keyed, Tensor):
             return F.linear(*args, **kwargs)
         if func == SET_DATA and isinstance(args[0], HighPrecisionWeight):
             free = all(getattr(each, "padded_rows", None) is None for each in args)
-            if free and exchanged(args[0], args[1], ["dense", "agreement"]):
+            if free and exchange_data(args[0], args[1], ["dense", "agreement"]):
                 return None
             raise NotImplementedError(
                 f"assigning .data of {describe(args[0].shape, args[0].recipe)} is not defined; call .copy_(value) on "
@@ -194,7 +194,7 @@ class HighPrecisionWeight(Keyed, Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch's type is that of the C function it has by default
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return on_resolved(_dispatched, func, args, kwargs or {})
+        return call_resolved(_dispatch, func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         KeyTag.put()
@@ -260,12 +260,12 @@ def _on_the_spot(value: Any) -> Any:
     return _Quantize.apply(value) if isinstance(value, HighPrecisionWeight) else value  # type: ignore[no-untyped-call]
 
 
-def dense(value: Any) -> Any:
+def to_dense(value: Any) -> Any:
     """`value` with every HighPrecisionWeight in it replaced by its dense tensor."""
     return tree_map(lambda leaf: leaf.dense if isinstance(leaf, HighPrecisionWeight) else leaf, value)
 
 
-def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an op gives where one or more of its operands are such weights."""
     if func in RESHAPES_IN_PLACE:
         raise NotImplementedError(
@@ -282,18 +282,18 @@ def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return func(args[0].quantized(), *args[1:], **kwargs)
     if func is aten.split.Tensor:
         refuse_resharding_to_a_smaller_mesh(args[0], args[1])
-        restored(args[0])
-    result = func(*dense(args), **dense(kwargs))
+        freeze_noted(args[0])
+    result = func(*to_dense(args), **to_dense(kwargs))
     if result is None and func.__name__.startswith(("_foreach_", "_fused_")):  # written in place
         count_writes(args[0])  # plain members, too: torch leaves counting those of a list to us
     if isinstance(result, Tensor) and func.__name__.split(".")[0].endswith("_"):
         return args[0]  # written in place
     if func not in KEEPS or not isinstance(args[0], HighPrecisionWeight):
         return result
-    return _wrapped(func, args, kwargs, result)
+    return _wrap(func, args, kwargs, result)
 
 
-def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def _wrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """The result of an op of `KEEPS`, wrapped as one or more weights."""
     weight: HighPrecisionWeight = args[0]
     for piece in result if isinstance(result, list | tuple) else [result]:
@@ -307,8 +307,8 @@ def _wrapped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         agreement = dataclasses.replace(weight.agreement) if func is aten.clone.default else weight.agreement
         same = weight._like(result, agreement=agreement, padded_rows=weight.padded_rows)
         if func is aten._to_copy.default:
-            return noted(weight, same)
-        return carried(weight, same) if func in ALIASES else same
+            return take_note(weight, same)
+        return carry_note(weight, same) if func in ALIASES else same
     from_start = func is not aten.slice.Tensor or (args[1:2] in ((), (0,)) and not (args[2:3] or (None,))[0])
     keeps_padding = from_start and func in (aten.slice.Tensor, aten.view.default)
     if not keeps_padding:

@@ -4,8 +4,8 @@
     initial value    in high precision, where it is preserved: a part of its own that is neither gathered nor stored
     lens, sharding   how the tensor looks at its parts, and what FSDP2 made of it
 
-An operation on the whole contents (a copy, a cut, a move, a broadcast) iterates over `held`, and so takes a preserved
-initial value along.
+An operation on the whole contents (a copy, a cut, a move, a broadcast) iterates over `contents_of`, and so takes a
+preserved initial value along.
 """
 
 import functools
@@ -47,12 +47,12 @@ def preserve(q: "QuantizedTensor", value: Tensor | None) -> None:
     q._preserved.value = value
 
 
-def held(q: "QuantizedTensor") -> dict[str, Tensor]:
+def contents_of(q: "QuantizedTensor") -> dict[str, Tensor]:
     """All that q consists of: its parts, and its initial value where that is preserved; aliases."""
-    return {spec.name: getattr(q, spec.name) for spec in held_specs(q)}
+    return {spec.name: getattr(q, spec.name) for spec in contents_specs(q)}
 
 
-def held_specs(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> tuple[PartSpec, ...]:
+def contents_specs(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> tuple[PartSpec, ...]:
     """The specs of what q consists of, as if its appearance dtype were `dtype` (None: its own)."""
     specs = specs_of(q.recipe)
     return specs if initial_value(q) is None else (*specs, _initial_value_spec(dtype or q.dtype))
@@ -65,7 +65,7 @@ def _initial_value_spec(dtype: torch.dtype) -> PartSpec:
 
 def bytes_of(q: "QuantizedTensor") -> list[Tensor]:
     """What q consists of, as bytes that alias it."""
-    return [(tensor if tensor.ndim else tensor.reshape(1)).view(torch.uint8) for tensor in held(q).values()]
+    return [(tensor if tensor.ndim else tensor.reshape(1)).view(torch.uint8) for tensor in contents_of(q).values()]
 
 
 def shared_scale(q: "QuantizedTensor") -> Tensor:
@@ -84,7 +84,7 @@ def parts_per_row(q: "QuantizedTensor") -> dict[str, Tensor]:
     return parts
 
 
-def decoded(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
+def decode(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
     """`q.dequantize(dtype)` outside of autograd."""
     with torch.no_grad():
         values = kernels.decode(parts_per_row(q), q.recipe, dtype or q.dtype)
@@ -96,7 +96,7 @@ def decoded(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
 def values_of(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
     """Its preserved initial value, aliased, or else its decoded values."""
     value = initial_value(q)
-    return decoded(q, dtype) if value is None else value
+    return decode(q, dtype) if value is None else value
 
 
 @torch.no_grad()
@@ -134,7 +134,7 @@ def write_converted(q: "QuantizedTensor", values: Tensor, recipe: Recipe, parts:
     `parts` decode to the values; None where they are not at hand in q's order.
     """
     x = _to_write(q, values)
-    store(q, {**exact.converted(x, q.recipe, parts, recipe), INITIAL_VALUE: x})
+    store(q, {**exact.convert_parts(x, q.recipe, parts, recipe), INITIAL_VALUE: x})
 
 
 def _to_write(q: "QuantizedTensor", dense: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def store(q: "QuantizedTensor", parts: Mapping[str, Tensor]) -> None:
             f"writing into some rows of {describe(q.shape, q.recipe)} would change its {wide}, which the "
             "other rows share; write the whole tensor, or use a recipe whose scales belong to rows"
         )
-    for name, part in held(q).items():
+    for name, part in contents_of(q).items():
         if name in parts:
             part.copy_(parts[name])
         else:

@@ -28,7 +28,7 @@ CONTENTS = frozenset(
 )
 
 
-def made_anew(kind: type[Any], value: Tensor, remembered: Mapping[str, Any], build: Any) -> torch.nn.Parameter:
+def make_anew(kind: type[Any], value: Tensor, remembered: Mapping[str, Any], build: Any) -> torch.nn.Parameter:
     """What `kind(value, **remembered)` returns.
 
     Args:

@@ -4,9 +4,9 @@ torch moves a parameter of a wrapper subclass by `nn.Parameter(param.to(device))
 for the old (torch.utils.swap_tensors). A frozen base would be trained from then on, without a word. Three steps of the
 move pass through the op tables, and the last one restores what the first one saw:
 
-    param.to(device)         the copy gets a note that names the parameter it was made from            `noted`
-    nn.Parameter(copy)       the new parameter, an alias of the copy, gets the note                    `carried`
-    fully_shard cuts it      by the swap the note is at the parameter that it names, which is frozen   `restored`
+    param.to(device)         the copy gets a note that names the parameter it was made from            `take_note`
+    nn.Parameter(copy)       the new parameter, an alias of the copy, gets the note                    `carry_note`
+    fully_shard cuts it      by the swap the note is at the parameter that it names, which is frozen   `freeze_noted`
 
 A note at any other tensor than the one that it names means nothing.
 """
@@ -34,10 +34,10 @@ class Note:
 
     of: int
     sign: weakref.ref[Sign]
-    carried: bool = False
+    carry_note: bool = False
 
 
-def noted(param: Any, copy: Any) -> Any:
+def take_note(param: Any, copy: Any) -> Any:
     """`copy`, with a note of `param` where that is a frozen parameter being moved.
 
     Modules move parameters with gradients off; with gradients on, a copy is a step of somebody's computation.
@@ -48,7 +48,7 @@ def noted(param: Any, copy: Any) -> Any:
     return copy
 
 
-def carried(tensor: Any, alias: Any) -> Any:
+def carry_note(tensor: Any, alias: Any) -> Any:
     """`alias`, with the note that `tensor` got as a copy. An alias of an alias carries none."""
     note = tensor._note
     if note is not None and not note.carried and note.sign() is not None:
@@ -56,7 +56,7 @@ def carried(tensor: Any, alias: Any) -> Any:
     return alias
 
 
-def restored(param: Any) -> None:
+def freeze_noted(param: Any) -> None:
     """Freeze a parameter that has a note of itself; once."""
     note, param._note = param._note, None
     if note is not None and note.carried and note.of == id(param):

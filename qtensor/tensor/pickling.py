@@ -19,7 +19,7 @@ from qtensor.spec.registry import registered
 PackedPart = tuple[Tensor, str, tuple[int, ...]]
 
 
-def reduced(q: Any) -> tuple[Any, ...]:
+def reduce(q: Any) -> tuple[Any, ...]:
     """What `QuantizedTensor.__reduce_ex__` answers: `rebuild` and its arguments."""
     packed: dict[str, PackedPart] = {
         name: (
@@ -44,7 +44,7 @@ def reduced(q: Any) -> tuple[Any, ...]:
 
 
 def rebuild(packed: dict[str, PackedPart], recipe: Recipe, dtype: torch.dtype, state: dict[str, Any]) -> Any:
-    """The inverse of `reduced`; at module level, since torch's weights_only loader can allow only such functions."""
+    """The inverse of `reduce`; at module level, since torch's weights_only loader can allow only such functions."""
     parts = {name: data.view(getattr(torch, kind)).reshape(shape) for name, (data, kind, shape) in packed.items()}
     lens = Lens(described=state["flat"], transposed=state["transposed"])
     sharding = Sharding(shards=ShardRows(*state["shards"]) if state["shards"] else None)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AT_REST, AllGatherHooks, Sharding
-from fsdp_hooks.lazy_bits import on_resolved
+from fsdp_hooks.lazy_bits import call_resolved
 from fsdp_hooks.ranks.partners import Partners
 from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
 from qtensor.numerics import kernels
@@ -42,11 +42,11 @@ from qtensor.spec.registry import (
     registered,
     specs_of,
 )
-from qtensor.tensor.contents import Preserved, decoded, held, initial_value, preserve
-from qtensor.tensor.made_anew import address, made_anew
+from qtensor.tensor.contents import Preserved, contents_of, decode, initial_value, preserve
+from qtensor.tensor.made_anew import address, make_anew
 from qtensor.tensor.moves import Note
 from qtensor.tensor.old_paths import before_rooms
-from qtensor.tensor.pickling import rebuild, reduced
+from qtensor.tensor.pickling import rebuild, reduce
 
 # aten overload -> handler(func, args, kwargs), filled by qtensor/ops
 OPS: dict[Any, Callable[..., Any]] = {}
@@ -92,7 +92,7 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         """
         given: Any = parts
         if isinstance(given, Tensor):
-            made: Any = made_anew(QuantizedTensor, given, {"recipe": recipe, **remembered}, quantize)
+            made: Any = make_anew(QuantizedTensor, given, {"recipe": recipe, **remembered}, quantize)
             return made  # type: ignore[no-any-return]
         payload = parts["payload"]
         outer = logical_shape(payload, recipe) if shape is None else shape
@@ -138,7 +138,7 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         """
         if torch.is_grad_enabled() and self.requires_grad:
             return _StraightThrough.apply(self, dtype)  # type: ignore[no-any-return, no-untyped-call]
-        return decoded(self, dtype)
+        return decode(self, dtype)
 
     @staticmethod
     def safe_globals() -> list[Any]:
@@ -155,7 +155,7 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
     def _sent_parts(self) -> list[str]:
         return [spec.name for spec in specs_of(self.recipe) if spec.gathered]
 
-    def _gathered(self, parts: Mapping[str, Tensor], dtype: torch.dtype, sharding: Sharding) -> Tensor:
+    def _build_gathered(self, parts: Mapping[str, Tensor], dtype: torch.dtype, sharding: Sharding) -> Tensor:
         return self._like(parts, dtype=dtype, sharding=sharding)
 
     # -- what the packages build from one ------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
             made._partners = self._partners
         return made
 
-    def _aliased(self, lens: Lens, shape: torch.Size) -> "QuantizedTensor":
+    def _alias(self, lens: Lens, shape: torch.Size) -> "QuantizedTensor":
         """Another look at the same parts, and at what is preserved beside them."""
         sharding, preserved = self._sharding, self._preserved
         made = type(self)(
@@ -218,12 +218,12 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         ):
             # a view of a normal tensor must be a normal tensor, but one made here would be an inference tensor
             with torch.inference_mode(mode=False), torch.no_grad():
-                return on_resolved(handler, func, args, kwargs or {})
-        return on_resolved(handler, func, args, kwargs or {})
+                return call_resolved(handler, func, args, kwargs or {})
+        return call_resolved(handler, func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         KeyTag.put()
-        return list(held(self)), (self.recipe, self.dtype, self._lens, self._sharding, THIS_CODE)
+        return list(contents_of(self)), (self.recipe, self.dtype, self._lens, self._sharding, THIS_CODE)
 
     @classmethod
     def __tensor_unflatten__(
@@ -248,7 +248,7 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         return copy  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return reduced(self)
+        return reduce(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch's own has no types
         looks = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
@@ -259,7 +259,7 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         if is_tracing() or is_described():
             # a tracer describes every tensor it meets by its storage, but touches no byte of that
             return super().untyped_storage()
-        raise self._without_storage()
+        raise self._storage_error()
 
     def data_ptr(self) -> int:
         """0, as for every tensor without a storage; see made_anew.py for who gets another answer."""
@@ -271,9 +271,9 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         DCP is still planning then: every rank learns of the error, and nothing has been written. An error in torch's
         writer threads would be lost, and the save would succeed without the weight.
         """
-        raise self._without_storage(f"{fqn}: ")
+        raise self._storage_error(f"{fqn}: ")
 
-    def _without_storage(self, name: str = "") -> RuntimeError:
+    def _storage_error(self, name: str = "") -> RuntimeError:
         return RuntimeError(
             f"{name}{describe(self.shape, self.recipe)} has no single storage to write, share or compare; use "
             ".parts(), and save it by dcp.save with planner=QuantizedSavePlanner() (or expand the state dict first)"
@@ -295,7 +295,7 @@ class _StraightThrough(torch.autograd.Function):
     def forward(ctx: Any, q: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
         """The dense values."""
         ctx.dtype = q.dtype
-        return decoded(q, dtype)
+        return decode(q, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
@@ -338,6 +338,6 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
         return registration.tensor_class(parts, recipe, x.dtype)  # type: ignore[no-any-return]
 
 
-def dense(value: Any) -> Any:
+def dequantize_all(value: Any) -> Any:
     """`value` with every quantized tensor in it dequantized."""
-    return tree_map(lambda leaf: decoded(leaf) if isinstance(leaf, QuantizedTensor) else leaf, value)
+    return tree_map(lambda leaf: decode(leaf) if isinstance(leaf, QuantizedTensor) else leaf, value)

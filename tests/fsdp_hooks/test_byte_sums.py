@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fsdp_hooks.kernels import byte_sums as module
-from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
+from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 from fsdp_hooks.kernels.compiled import use_kernels
 from tests.weight_digests import byte_sum
 
@@ -32,17 +32,17 @@ def made(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return data.view(dtype).view(shape)
 
 
-def total(*pieces: Piece) -> int:
+def total(*pieces: TensorPiece) -> int:
     return sum(byte_sums(pieces).tolist()) % 2**64
 
 
-def cut(tensor: Tensor, bounds: list[list[int]]) -> list[Piece]:
+def cut(tensor: Tensor, bounds: list[list[int]]) -> list[TensorPiece]:
     """The boxes of a tensor between bounds along each dim."""
     along = [
         list(itertools.pairwise([0, *sorted(own), extent])) for own, extent in zip(bounds, tensor.shape, strict=True)
     ]
     return [
-        Piece(
+        TensorPiece(
             tensor[tuple(slice(*pair) for pair in box)],
             tuple(tensor.shape),
             tuple(start for start, _ in box),
@@ -55,12 +55,14 @@ def cut(tensor: Tensor, bounds: list[list[int]]) -> list[Piece]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sum_is_the_one_defined(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = made(shape, dtype)
-    assert total(Piece.whole(tensor)) == byte_sum(tensor)
+    assert total(TensorPiece.whole(tensor)) == byte_sum(tensor)
 
 
 def test_the_sums_are_frozen() -> None:
     """Digests are kept in files and compared with those of other versions."""
-    assert byte_sums([Piece.whole(torch.arange(35, dtype=torch.uint8).view(5, 7))]).tolist() == [4467608922412196156]
+    assert byte_sums([TensorPiece.whole(torch.arange(35, dtype=torch.uint8).view(5, 7))]).tolist() == [
+        4467608922412196156
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -83,7 +85,7 @@ def test_pieces_read_in_parts_have_the_same_sum(limit: int, monkeypatch: pytest.
     monkeypatch.setattr(module, "STACK", 4 * limit)
     for shape in [(7, 45), (3, 3, 17), (301,)]:
         many = [made(shape, torch.uint8, seed) for seed in range(5)]
-        assert byte_sums([Piece.whole(one) for one in many]).view(-1).tolist() == [
+        assert byte_sums([TensorPiece.whole(one) for one in many]).view(-1).tolist() == [
             signed(byte_sum(one)) for one in many
         ]
         assert total(*cut(many[0], [[extent // 2] for extent in shape])) == byte_sum(many[0])
@@ -95,7 +97,7 @@ def signed(value: int) -> int:
 
 def test_pieces_of_many_kinds_come_back_in_their_order() -> None:
     tensors = [made(shape, dtype, seed) for seed in range(3) for shape in SHAPES for dtype in DTYPES]
-    assert byte_sums([Piece.whole(tensor) for tensor in tensors]).tolist() == [
+    assert byte_sums([TensorPiece.whole(tensor) for tensor in tensors]).tolist() == [
         signed(byte_sum(tensor)) for tensor in tensors
     ]
 
@@ -104,12 +106,12 @@ def test_views_and_unaligned_memory_have_the_sum_of_their_values() -> None:
     data = made((64 * 64 + 3,), torch.uint8)
     unaligned = data[3:].view(64, 64)
     for tensor in (unaligned, unaligned.T, unaligned[:, 1:60], made((8, 8), torch.complex64).conj()):
-        assert total(Piece.whole(tensor)) == byte_sum(tensor.resolve_conj())
+        assert total(TensorPiece.whole(tensor)) == byte_sum(tensor.resolve_conj())
 
 
 def test_large_pieces_have_the_same_sum() -> None:
     tensors = [made((300, 2050), torch.uint8), made((129, 1024), torch.float32), made((70001,), torch.bfloat16)]
-    assert [total(Piece.whole(tensor)) for tensor in tensors] == [byte_sum(tensor) for tensor in tensors]
+    assert [total(TensorPiece.whole(tensor)) for tensor in tensors] == [byte_sum(tensor) for tensor in tensors]
 
 
 def test_what_other_devices_compute_is_what_a_cpu_computes() -> None:
@@ -127,11 +129,11 @@ def test_what_other_devices_compute_is_what_a_cpu_computes() -> None:
 @pytest.mark.parametrize("shape", [(4, 6), (24,), (2, 3, 4)])
 def test_every_flipped_bit_changes_the_sum(shape: tuple[int, ...]) -> None:
     tensor = made(shape, torch.uint8)
-    flat, found = tensor.view(-1), {total(Piece.whole(tensor))}
+    flat, found = tensor.view(-1), {total(TensorPiece.whole(tensor))}
     for place in range(len(flat)):
         for bit in range(8):
             flat[place] ^= 1 << bit
-            found.add(total(Piece.whole(tensor)))
+            found.add(total(TensorPiece.whole(tensor)))
             flat[place] ^= 1 << bit
     assert len(found) == 1 + 8 * len(flat)
 
@@ -146,31 +148,31 @@ def test_what_changes_places_changes_the_sum(dtype: torch.dtype) -> None:
         tensor.view(4, 2, 2, 32).transpose(1, 2).reshape(8, 64),
         tensor.flip(1),
     ]
-    assert len({total(Piece.whole(one)) for one in [tensor, *changed]}) == 1 + len(changed)
+    assert len({total(TensorPiece.whole(one)) for one in [tensor, *changed]}) == 1 + len(changed)
 
 
 def test_signs_of_any_rows_and_columns_show() -> None:
     """The highest bits of words; those at the corners of a rectangle are the worst case of the weights."""
     tensor = torch.arange(1, 16 * 16 + 1, dtype=torch.float32).view(16, 16)
-    found = {total(Piece.whole(tensor))}
+    found = {total(TensorPiece.whole(tensor))}
     flips = [(rows, columns) for rows in itertools.combinations(range(16), 2) for columns in ((0, 1), (3, 9))]
     flips += [(range(16), (column,)) for column in range(16)] + [((row,), range(16)) for row in range(16)]
     for rows, columns in flips:
         changed = tensor.clone()
         for row in rows:
             changed[row, list(columns)] *= -1
-        found.add(total(Piece.whole(changed)))
+        found.add(total(TensorPiece.whole(changed)))
     assert len(found) == 1 + len(flips)
 
 
 def test_default_device_and_autocast_do_not_matter() -> None:
     tensors = [made((8, 12), torch.float8_e4m3fn), made((7,), torch.bfloat16)]
-    expected = byte_sums([Piece.whole(tensor) for tensor in tensors])
+    expected = byte_sums([TensorPiece.whole(tensor) for tensor in tensors])
     with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(byte_sums([Piece.whole(tensor) for tensor in tensors]), expected)
+        assert torch.equal(byte_sums([TensorPiece.whole(tensor) for tensor in tensors]), expected)
 
 
 def test_another_byte_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.byteorder", "big")
     with pytest.raises(NotImplementedError, match="use a little-endian machine"):
-        byte_sums([Piece.whole(torch.zeros(4, dtype=torch.uint8))])
+        byte_sums([TensorPiece.whole(torch.zeros(4, dtype=torch.uint8))])

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from fsdp_hooks import sync_scales
 from fsdp_hooks.ranks import exchange
-from fsdp_hooks.ranks.exchange import Channel, RanksDifferError, channel_of, in_order, largest
+from fsdp_hooks.ranks.exchange import Channel, RanksDifferError, channel_of, in_order, reduce_max
 from qtensor import (
     Float8CurrentScaling,
     MasterWeightOptimizer,
@@ -132,7 +132,7 @@ def test_a_value_finds_its_place_in_one_message_or_two() -> None:
     for sizes, expected in (((3, 0, 5), [exchange.FIRST]), ((3, 5000, 5), [exchange.FIRST, 5017 - exchange.FIRST])):
         calls.clear()
         values = [torch.randn(size) for size in sizes]
-        found, count = largest("x", [("c",), ("a",), ("b",)], values, channel)
+        found, count = reduce_max("x", [("c",), ("a",), ("b",)], values, channel)
         assert (calls, count) == (expected, len(expected))
         for one, other in zip(found, values, strict=True):
             assert torch.equal(one, other)
@@ -143,7 +143,7 @@ def _long_and_unequal() -> list[str]:
     assert group is not None
     channel, rank, errors = channel_of(group), dist.get_rank(), []
     values = [torch.full((3000,), 10.0 * ord(name) + rank) for name in own_order()]
-    found, _ = largest("x", [(name,) for name in own_order()], values, channel)
+    found, _ = reduce_max("x", [(name,) for name in own_order()], values, channel)
     for name, one in zip(own_order(), found, strict=True):
         assert torch.equal(one, torch.full((3000,), 10.0 * ord(name) + 1))
     for labels, sizes in (
@@ -152,7 +152,7 @@ def _long_and_unequal() -> list[str]:
         ([["a"]], [4 + 9000 * rank]),
     ):
         with pytest.raises(RanksDifferError) as caught:
-            largest("x", [tuple(label) for label in labels], [torch.zeros(size) for size in sizes], channel)
+            reduce_max("x", [tuple(label) for label in labels], [torch.zeros(size) for size in sizes], channel)
         errors.append(str(caught.value))
     assert in_order([("b",), ("a",)], [[group], [group]]) == [group]
     return errors

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling
 from qtensor.optim import replicas
-from qtensor.optim.replicas import PIECES, Replicas, _who
+from qtensor.optim.replicas import PIECES, Replicas, _name_ranks
 from tests.fsdp_hooks.cases import Collectives, Net, batch, bits, build, local, mesh_of, shard, snapshot
 from tests.ranks import run_ranks, run_ranks_catching
 
@@ -172,7 +172,7 @@ def test_shards_without_replicas_are_not_called_compared() -> None:
 
 
 def test_few_are_told_from_many() -> None:
-    assert _who({0: 5, 1: 6}) == "ranks 0, 1 do not agree"
-    assert _who({0: 5, 1: 6, 2: 5, 5: 5}) == "rank 1, other than ranks 0, 2, 5"
-    assert _who({0: 5, 1: 6, 2: 7, 3: 5, 4: 5}) == "ranks 1, 2, other than ranks 0, 3, 4"
-    assert _who({0: 5, 1: 6, 2: 5, 3: 6}) == "ranks 0, 1, 2, 3 do not agree"
+    assert _name_ranks({0: 5, 1: 6}) == "ranks 0, 1 do not agree"
+    assert _name_ranks({0: 5, 1: 6, 2: 5, 5: 5}) == "rank 1, other than ranks 0, 2, 5"
+    assert _name_ranks({0: 5, 1: 6, 2: 7, 3: 5, 4: 5}) == "ranks 1, 2, other than ranks 0, 3, 4"
+    assert _name_ranks({0: 5, 1: 6, 2: 5, 3: 6}) == "ranks 0, 1, 2, 3 do not agree"

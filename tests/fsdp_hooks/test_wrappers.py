@@ -21,14 +21,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from fsdp_hooks.wrappers import (
-    Names,
+    PlainNames,
     merged,
     plain_modules,
     plain_name,
     plain_parameters,
     plain_state_dict,
     unmerged,
-    unwrapped,
+    unwrap,
     without_replication,
 )
 from tests.ranks import run_ranks
@@ -84,7 +84,7 @@ def test_names_are_those_of_the_plain_model(kind: str) -> None:
             if param is not None and name in dict(MODEL.named_modules()) and f"{name}.{attribute}" in state:
                 assert state[f"{name}.{attribute}"].data_ptr() == param.data_ptr()
     assert bool(unmerged(model)) == (kind in ADAPTED)
-    assert type(unwrapped(model)).__name__ == "LlamaForCausalLM"
+    assert type(unwrap(model)).__name__ == "LlamaForCausalLM"
     others = plain_state_dict(model).keys() - state.keys()
     assert bool(others) == (kind in ADAPTED)
     assert {name for name, _ in plain_parameters(model)} <= plain_state_dict(model).keys()
@@ -117,7 +117,7 @@ def test_a_model_may_have_attributes_of_these_names() -> None:
     assert list(plain_state_dict(DataParallel(Holder()))) == names
     assert [plain_name(name) for name in names] == names
     assert plain_name("a._orig_mod._checkpoint_wrapped_module.b_orig_mod.c") == "a.b_orig_mod.c"
-    names_of = Names(DataParallel(Holder()))
+    names_of = PlainNames(DataParallel(Holder()))
     assert names_of.plain(f"module.{names[0]}") == names[0]
     assert not names_of.is_adapter(f"module.{names[0]}")
 

@@ -90,7 +90,7 @@ def mxfp8(codes: Tensor, exponents: Tensor) -> QuantizedTensor:
 
 def convert(q: QuantizedTensor, recipe: Any) -> QuantizedTensor:
     """As `copy_` and the command do, without a target."""
-    parts = exact.converted(q.dequantize(torch.float32), recipe, q.parts(), q.recipe)
+    parts = exact.convert_parts(q.dequantize(torch.float32), recipe, q.parts(), q.recipe)
     return QuantizedTensor.from_parts(parts, recipe, q.dtype)
 
 
@@ -373,7 +373,7 @@ def test_pieces_get_the_bytes_of_the_whole(name: str, dim: int, recipe: Any) -> 
     ]
     claims = [exact.claim(*each) for each in arguments]
     agreed = torch.stack([claim for claim in claims if claim is not None]).amax(dim=0)
-    found = [exact.converted(*each, agreed) for each in arguments]
+    found = [exact.convert_parts(*each, agreed) for each in arguments]
     for part, expected in whole.parts().items():
         wide = expected.ndim < 2 or expected.shape[dim] == 1
         for start, size, each in zip(starts, cuts, found, strict=False):

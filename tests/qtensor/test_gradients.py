@@ -15,8 +15,8 @@ from fsdp_hooks.kernels.compiled import use_kernels
 from qtensor import MXFP8BlockScaling, QuantizedTensor, quantize
 from qtensor.formats import mxfp8
 from qtensor.products import gradients
-from qtensor.products.dynamic import product, quantized_rows, scaled_mm_support
-from qtensor.products.gradients import kinds_of, turned
+from qtensor.products.dynamic import product, quantize_rows, scaled_mm_support
+from qtensor.products.gradients import kinds_of, turn_weight
 from qtensor.spec.registry import format_of
 from tests.qtensor.low_precision_backward import (
     FLOAT8,
@@ -112,7 +112,9 @@ def test_the_gradients_are_near_the_dense_ones_and_not_the_same(recipe: Any) -> 
 @pytest.mark.parametrize("recipe", FLOAT8.values(), ids=FLOAT8.keys())
 def test_the_weight_of_float8_enters_backward_with_its_own_elements(recipe: Any) -> None:
     q = quantize(weight(40, 96), recipe)
-    parts, factors = turned(q.parts(), kinds_of(recipe), gradients.Seen((40, 96), view=False, transposed=False))
+    parts, factors = turn_weight(
+        q.parts(), kinds_of(recipe), gradients.SeenWeight((40, 96), view=False, transposed=False)
+    )
     assert torch.equal(raw(parts["payload"][:, :40]), raw(q.payload.T))
     assert raw(parts["payload"][:, 40:]).count_nonzero() == 0
     assert (parts["scale"] == 1).all()
@@ -129,7 +131,7 @@ def test_square_blocks_are_quantized_along_n_to_the_same_values(scale_rounding: 
     values = weight(64, 96, torch.float32) * 10.0 ** torch.linspace(-30, 20, 96)
     values[:, 5], values[3] = 0, 0
     q = quantize(values, recipe)
-    parts, _ = turned(q.parts(), kinds_of(recipe), gradients.Seen((64, 96), view=False, transposed=False))
+    parts, _ = turn_weight(q.parts(), kinds_of(recipe), gradients.SeenWeight((64, 96), view=False, transposed=False))
     found = format_of(recipe).decode(parts, kinds_of(recipe).other)
     assert torch.equal(found, q.dequantize(torch.float32).T)
 
@@ -137,7 +139,7 @@ def test_square_blocks_are_quantized_along_n_to_the_same_values(scale_rounding: 
 def test_no_gradient_is_clamped_where_scales_are_rounded_down_in_forward() -> None:
     """1.9 * 2^8 is beyond 448; as a scale's "floor" would have it, the largest gradient would lose 7 % of itself."""
     dy = torch.full((32, 32), 1.9 * 2.0**8)
-    found = quantized_rows(dy, kinds_of(MXFP8["mxfp8_floor"]).gradient)
+    found = quantize_rows(dy, kinds_of(MXFP8["mxfp8_floor"]).gradient)
     values = format_of(MXFP8["mxfp8_floor"]).decode(found, kinds_of(MXFP8["mxfp8_floor"]).gradient)
     assert (values == 480).all()  # the nearest with 3 bits behind the point
 
@@ -149,7 +151,7 @@ def test_row_blocks_are_rounded_twice() -> None:
     values[1] = 1.125 * 2.0**-20  # a row of its own blocks, which hold it exactly
     q = quantize(values, recipe)
     assert torch.equal(q.dequantize(torch.float32), values)
-    parts, _ = turned(q.parts(), kinds_of(recipe), gradients.Seen((32, 32), view=False, transposed=False))
+    parts, _ = turn_weight(q.parts(), kinds_of(recipe), gradients.SeenWeight((32, 32), view=False, transposed=False))
     found = format_of(recipe).decode(parts, kinds_of(recipe).other)
     assert (found[:, 1] == 0).all()
     assert torch.equal(found, rows(values.T, recipe, "e4m3"))
@@ -252,7 +254,7 @@ def test_a_sum_beyond_fp16_is_infinite() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """The shapes of the products that backward multiplies."""
     found: list[tuple[int, ...]] = []
-    emulated = gradients.emulated
+    emulated = gradients.emulate
 
     def spy(*args: Any) -> Tensor:
         y = emulated(*args)
@@ -260,7 +262,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
         return y
 
     with monkeypatch.context() as patch:
-        patch.setattr(gradients, "emulated", spy)
+        patch.setattr(gradients, "emulate", spy)
         yield found
 
 
@@ -534,7 +536,7 @@ def both(recipe: Any, tokens: int, device: str = "cpu") -> tuple[Products, list[
     q, x = quantize(weight(160, 96), recipe), inputs(tokens, 96).detach()
     dy = seed(torch.empty(tokens, 160, dtype=torch.bfloat16))
     kinds = kinds_of(recipe)
-    w, factors = turned(q.parts(), kinds, gradients.Seen((160, 96), view=False, transposed=False))
+    w, factors = turn_weight(q.parts(), kinds, gradients.SeenWeight((160, 96), view=False, transposed=False))
     scaled = dy if factors is None else dy.float() * factors
     operands = [
         (rows(scaled, recipe, recipe.gradients), format_of(kinds.other).decode(w, kinds.other)),
@@ -555,7 +557,7 @@ def test_the_operands_of_the_hardware_are_those_of_the_emulation(
     products, operands = both(recipe, tokens)
     expected = products()
     monkeypatch.setattr(gradients, "scaled_mm_support", lambda *args: (True, ""))
-    monkeypatch.setattr(gradients, "emulated", None)
+    monkeypatch.setattr(gradients, "emulate", None)
     monkeypatch.setattr(mxfp8, "scaled_mm", block_scaled_mm)
     for found, wanted, (a, b) in zip(products(), expected, operands, strict=True):
         assert (found.shape, found.dtype) == (wanted.shape, torch.bfloat16)
@@ -588,7 +590,7 @@ def test_the_hardware_agrees_with_the_emulation(recipe: Any, tokens: int, monkey
         pytest.skip(reason)
     products, operands = both(recipe, tokens, "cuda")
     expected = both(recipe, tokens)[0]()
-    monkeypatch.setattr(gradients, "emulated", None)
+    monkeypatch.setattr(gradients, "emulate", None)
     for found, wanted, (a, b) in zip(products(), expected, operands, strict=True):
         cut_off = 4 * 33 * 2.0**-13 * (a.double().abs() @ b.double().abs().T)
         bound = cut_off + accumulation_bound(a, b, torch.bfloat16) + 2.0**-8 * cut_off
@@ -600,11 +602,11 @@ def test_the_hardware_agrees_with_the_emulation(recipe: Any, tokens: int, monkey
 def test_operand_bytes_on_the_gpu_are_those_of_the_cpu(recipe: Any) -> None:
     rows_of_weight = 48 if getattr(recipe, "blocks", "row") == "row" else 64
     q, kinds = quantize(weight(rows_of_weight, 96), recipe), kinds_of(recipe)
-    seen = gradients.Seen((q.shape[0], 96), view=False, transposed=False)
-    found, expected = turned(q.cuda().parts(), kinds, seen)[0], turned(q.parts(), kinds, seen)[0]
+    seen = gradients.SeenWeight((q.shape[0], 96), view=False, transposed=False)
+    found, expected = turn_weight(q.cuda().parts(), kinds, seen)[0], turn_weight(q.parts(), kinds, seen)[0]
     for name, part in expected.items():
         assert torch.equal(raw(found[name].cpu()), raw(part)), name
     x = inputs(96, 64).detach()
-    found, expected = quantized_rows(x.cuda(), kinds.gradient), quantized_rows(x, kinds.gradient)
+    found, expected = quantize_rows(x.cuda(), kinds.gradient), quantize_rows(x, kinds.gradient)
     for name, part in expected.items():
         assert torch.equal(raw(found[name].cpu()), raw(part)), name

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import fsdp_hooks.kernels.digest
-from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
+from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 from fsdp_hooks.kernels.compiled import Kernel
 from fsdp_hooks.lazy_bits import is_lazy
 from qtensor import (
@@ -241,7 +241,7 @@ def test_digests_and_sums_of_bytes_are_those_of_the_values(rows: int) -> None:
     values = weight(rows, 96, torch.float32)
     x = lazy("neg", values)
     assert int(fsdp_hooks.kernels.digest.digest([x])) == int(fsdp_hooks.kernels.digest.digest([values]))
-    assert torch.equal(*(byte_sums([Piece.whole(one)]) for one in (x, values)))
+    assert torch.equal(*(byte_sums([TensorPiece.whole(one)]) for one in (x, values)))
 
 
 def test_parts_with_a_lazy_bit_are_refused() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
-from qtensor.products.dynamic import product, quantized_rows
+from qtensor.products.dynamic import product, quantize_rows
 from tests.qtensor.recipes_under_test import RECIPES, every_main_recipe, same_bytes, weight
 from tests.qtensor.test_products import accumulation_bound, decoded
 
@@ -406,7 +406,7 @@ def test_a_linear_with_a_quantized_input_compiles_into_one_graph(recipe: Any, ba
     first = step(module, compiled)
     with torch.compiler.set_stance("fail_on_recompile"):
         second = step(module, compiled)
-    values = decoded(quantized_rows(inputs(5, 96), recipe), recipe)
+    values = decoded(quantize_rows(inputs(5, 96), recipe), recipe)
     bound = accumulation_bound(values, module.weight.dequantize(torch.float32), torch.bfloat16)
     for y, dx, dw in (first, second):
         assert {type(y), type(dx), type(dw)} == {Tensor}
@@ -423,6 +423,6 @@ def test_compiling_changes_no_byte_of_a_quantized_input(name: str) -> None:
     """Of the recipes for rows: inputs of a layer with another recipe are quantized by one of these."""
     recipe = RECIPES[name]
     x = inputs(7, 96).detach()
-    compiled = torch.compile(lambda x: quantized_rows(x, recipe), fullgraph=True)(x)
-    for part, value in quantized_rows(x, recipe).items():
+    compiled = torch.compile(lambda x: quantize_rows(x, recipe), fullgraph=True)(x)
+    for part, value in quantize_rows(x, recipe).items():
         assert same_bytes(compiled[part], value), part

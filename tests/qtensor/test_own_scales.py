@@ -23,7 +23,7 @@ def judged(parts: dict[str, Tensor], recipe: Any, *, step: int = ROWS) -> OwnSca
     found = OwnScales(recipe)
     for start in range(0, ROWS, step):
         found.see({name: part[start : start + step] if part.ndim > 1 else part for name, part in parts.items()})
-    found.finish()
+    found.judge_tensor_wide()
     return found
 
 

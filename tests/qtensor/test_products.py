@@ -26,7 +26,7 @@ from qtensor import (
 )
 from qtensor.formats import mxfp8, nvfp4
 from qtensor.products import dynamic as products
-from qtensor.products.dynamic import product, quantized_rows, scaled_mm_support, swizzled
+from qtensor.products.dynamic import product, quantize_rows, scaled_mm_support, swizzle
 from qtensor.spec.registry import format_of
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, raw, same_bytes, tensor_wide_recipes, weight
 from tests.recipes import MAIN
@@ -103,7 +103,7 @@ def accumulation_bound(x: Tensor, w: Tensor, dtype: torch.dtype, *, unit: float 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_token_is_quantized_as_if_it_were_alone(recipe: Any, dtype: torch.dtype) -> None:
     x = tokens(9, 96, dtype=dtype)
-    parts = quantized_rows(x, recipe)
+    parts = quantize_rows(x, recipe)
     for i, token in enumerate(x):
         for name, part in alone(token, recipe).parts().items():
             assert torch.equal(raw(parts[name][i]), raw(part)), name
@@ -114,10 +114,10 @@ def test_every_token_is_quantized_as_if_it_were_alone(recipe: Any, dtype: torch.
 def test_a_batch_changes_nothing_about_a_token(recipe: Any) -> None:
     """The same bytes; the sums may be taken in another order, for matrices of other sizes are cut differently."""
     x, w = tokens(9, 96, dtype=torch.float32), quantize(weight(), recipe)
-    together = quantized_rows(x, recipe)
+    together = quantize_rows(x, recipe)
     y = product(x, w)
     for i in range(9):
-        single = quantized_rows(x[i : i + 1], recipe)
+        single = quantize_rows(x[i : i + 1], recipe)
         for name, part in single.items():
             assert torch.equal(raw(part), raw(together[name][i : i + 1])), name
         values = alone(x[i], recipe).dequantize(torch.float32).unsqueeze(0)
@@ -175,7 +175,7 @@ def test_a_weight_without_columns_gives_zeros() -> None:
 def test_a_gathered_weight_brings_the_scale_of_every_shard(recipe: Any) -> None:
     w, values = gathered(recipe)
     x = tokens(7, 96)
-    expected = torch.matmul(decoded(quantized_rows(x, recipe), recipe), values.T).to(x.dtype)
+    expected = torch.matmul(decoded(quantize_rows(x, recipe), recipe), values.T).to(x.dtype)
     assert same_bytes(product(x, w), expected)
 
 
@@ -345,7 +345,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> Callable[..., Tensor]
     if isinstance(recipe, Float8CurrentScaling) and RELEASE < (2, 12):
         pytest.skip("torch 2.11 has no scaled_mm for Float8 on the CPU")
     monkeypatch.setattr(products, "scaled_mm_support", lambda *args: (True, ""))
-    monkeypatch.setattr(products, "emulated", None)
+    monkeypatch.setattr(products, "emulate", None)
     monkeypatch.setattr(mxfp8, "scaled_mm", block_scaled_mm)
     monkeypatch.setattr(nvfp4, "scaled_mm", block_scaled_mm)
     return product
@@ -353,7 +353,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> Callable[..., Tensor]
 
 def assert_close_to_the_emulation(y: Tensor, x: Tensor, values: Tensor, recipe: Any) -> None:
     flat = x.reshape(-1, x.shape[-1])
-    rows = decoded(quantized_rows(flat, recipe), recipe)
+    rows = decoded(quantize_rows(flat, recipe), recipe)
     expected = (rows @ values.T).to(x.dtype)
     error = (y.reshape(expected.shape).double() - expected.double()).abs()
     assert (error <= accumulation_bound(rows, values, x.dtype)).all()
@@ -384,7 +384,7 @@ def test_scales_are_swizzled_as_torchao_does(shape: tuple[int, int], dtype: torc
     from torchao.prototype.mx_formats.utils import to_blocked
 
     scale = torch.randint(1, 120, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).view(dtype)
-    found = swizzled(scale)
+    found = swizzle(scale)
     assert found.dtype == dtype
     assert torch.equal(raw(found), raw(to_blocked(scale.view(torch.uint8))))
     assert torch.equal(raw(unswizzled(found, *shape)), raw(scale))
@@ -402,7 +402,7 @@ def on_hardware(recipe: Any, rows: int, columns: int) -> torch.device:
 
 
 def forbid_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "emulated", None)
+    monkeypatch.setattr(products, "emulate", None)
 
 
 @pytest.mark.gpu
@@ -422,13 +422,13 @@ def test_the_hardware_multiplies_small_integers_exactly(recipe: Any, monkeypatch
         return x * 2.0 ** torch.randint(-8, 8, (rows, 1), generator=generator)
 
     x, w = integers(77).to(device, torch.bfloat16), quantize(integers(192).to(device, torch.bfloat16), recipe)
-    expected = products.emulated(quantized_rows(x, recipe), w, torch.bfloat16)
+    expected = products.emulate(quantize_rows(x, recipe), w, torch.bfloat16)
     forbid_emulation(monkeypatch)
     y = product(x, w)
     if isinstance(recipe, MXFP8BlockScaling) or getattr(recipe, "power_of_two", False):
         assert torch.equal(y, expected)
     else:
-        rows, values = decoded(quantized_rows(x, recipe), recipe), w.dequantize(torch.float32)
+        rows, values = decoded(quantize_rows(x, recipe), recipe), w.dequantize(torch.float32)
         assert ((y.double() - expected.double()).abs() <= accumulation_bound(rows, values, y.dtype)).all()
 
 
@@ -447,9 +447,9 @@ def test_the_hardware_agrees_with_the_emulation(
     """
     device = on_hardware(recipe, 320, shape[-1])
     x, w = tokens(*shape).to(device), quantize(weight(320, shape[-1]).to(device), recipe)
-    rows = decoded(quantized_rows(x.reshape(-1, shape[-1]), recipe), recipe)
+    rows = decoded(quantize_rows(x.reshape(-1, shape[-1]), recipe), recipe)
     values = w.dequantize(torch.float32)
-    expected = products.emulated(quantized_rows(x.reshape(-1, shape[-1]), recipe), w, x.dtype)
+    expected = products.emulate(quantize_rows(x.reshape(-1, shape[-1]), recipe), w, x.dtype)
     forbid_emulation(monkeypatch)
     y = product(x, w)
     assert (y.shape, y.dtype) == ((*shape[:-1], 320), torch.bfloat16)
@@ -469,7 +469,7 @@ def test_the_hardware_applies_the_scale_of_every_shard(recipe: Any, monkeypatch:
     x = tokens(7, 128).to(device)
     forbid_emulation(monkeypatch)
     y = product(x, w)
-    rows, values = decoded(quantized_rows(x, recipe), recipe).double(), values.to(device).double()
+    rows, values = decoded(quantize_rows(x, recipe), recipe).double(), values.to(device).double()
     magnitude = rows.abs() @ values.abs().T
     error = (y.double() - rows @ values.T).abs()
     assert (error <= (4 * 33 * 2.0**-13 + 2.0**-8) * magnitude).all()
@@ -479,8 +479,8 @@ def test_the_hardware_applies_the_scale_of_every_shard(recipe: Any, monkeypatch:
 @all_recipes
 def test_input_bytes_on_the_gpu_are_those_of_the_cpu(recipe: Any) -> None:
     x = tokens(9, 96)
-    found = quantized_rows(x.cuda(), recipe)
-    for name, part in quantized_rows(x, recipe).items():
+    found = quantize_rows(x.cuda(), recipe)
+    for name, part in quantize_rows(x, recipe).items():
         assert torch.equal(raw(found[name].cpu()), raw(part)), name
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtensor import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize, quantized_model_init
-from qtensor.products.dynamic import quantized_rows
+from qtensor.products.dynamic import quantize_rows
 from qtensor.spec.registry import format_of
 from tests.qtensor.recipes_under_test import all_recipes, same_bytes, weight
 
@@ -51,7 +51,7 @@ def test_the_forward_is_that_of_the_quantized_weight(recipe: Any, activations: s
     if activations is None:
         expected = F.linear(x.detach(), q.dequantize())
     else:
-        rounded = format_of(recipe).decode(quantized_rows(x.detach(), recipe), recipe.of_rows)  # fp32 [5, K]
+        rounded = format_of(recipe).decode(quantize_rows(x.detach(), recipe), recipe.of_rows)  # fp32 [5, K]
         expected = F.linear(rounded, q.dequantize(torch.float32)).to(dtype)
         assert not torch.equal(expected, F.linear(x.detach(), q.dequantize())), "inputs are not quantized"
     assert same_bytes(layer_of(value, recipe)(x), expected)

@@ -49,7 +49,7 @@ def fits(parts: dict[str, Tensor], master: Tensor, recipe: Any) -> bool:
     for start in range(0, ROWS, 128):  # no block is cut
         piece = slice(start, start + 128)
         check.see({name: part[piece] if part.ndim > 1 else part for name, part in parts.items()}, master[piece])
-    return check.finish()
+    return check.parts_belong()
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_hooks import sync_scales
-from fsdp_hooks.ranks.partners import pooled
+from fsdp_hooks.ranks.partners import pool
 from qtensor import (
     Float8DelayedScaling,
     MasterWeightOptimizer,
@@ -368,7 +368,7 @@ def test_partners_on_different_devices_are_pooled_where_each_is() -> None:
         torch.tensor([value, 7.0], dtype=torch.float32, device=device)
         for value, device in ((1.0, "cpu"), (2.0, "cuda"), (3.0, "cpu"))
     ]
-    found = pooled(["qkv", "qkv", None], [1, 1, 1], claims)
+    found = pool(["qkv", "qkv", None], [1, 1, 1], claims)
     assert [(one.device.type, one.tolist()) for one in found] == [
         ("cpu", [2.0, 7.0]),
         ("cuda", [2.0, 7.0]),

@@ -19,7 +19,7 @@ from dcp_adapters.hf.files.config_sections import of_dtype, said_of_dtype, witho
 from dcp_adapters.hf.files.directory import read_directory
 from dcp_adapters.hf.reading.schemes import contents_of, is_quantized
 from dcp_adapters.plain.words import short
-from fsdp_hooks.wrappers import plain_modules, unwrapped
+from fsdp_hooks.wrappers import plain_modules, unwrap
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # What tools that quantize leave beside the weights, which are others after an export.
@@ -87,7 +87,7 @@ def described_model(source: Any, prefix: str | None) -> Any:
     """
     if not isinstance(source, nn.Module):
         return source
-    model = unwrapped(source)
+    model = unwrap(source)
     if hasattr(getattr(model, "config", None), "to_dict"):
         return model
     if prefix:

@@ -24,7 +24,7 @@ from dcp_adapters.hf.layouts.layout import Layout
 from dcp_adapters.hf.models.architectures import Architecture, Read, architecture_of, architecture_said
 from dcp_adapters.hf.models.file_names import FileNames, names_of, without_beside
 from dcp_adapters.plain.words import listed
-from fsdp_hooks.kernels.byte_sums import Piece
+from fsdp_hooks.kernels.byte_sums import TensorPiece
 from fsdp_hooks.ranks.across_ranks import Ranks
 
 SHOWN = 4  # names in a sentence
@@ -176,7 +176,7 @@ class RenamedSource(Source):
         """From the source."""
         return self._source.part(self._own[name], part)
 
-    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+    def pieces(self, name: str, part: str) -> Iterator[TensorPiece]:
         """From the source."""
         return self._source.pieces(self._own[name], part)
 

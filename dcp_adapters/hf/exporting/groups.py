@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dcp_adapters.hf.exporting.making import GroupOf
-from fsdp_hooks.wrappers import Names
+from fsdp_hooks.wrappers import PlainNames
 
 
 def groups_of(given: Any, prefix: str | None = None) -> GroupOf:
@@ -34,7 +34,7 @@ def groups_of(given: Any, prefix: str | None = None) -> GroupOf:
 def fsdp_groups(module: nn.Module) -> dict[str, str]:
     """Name of each tensor below an FSDP module -> the fqn of the nearest one; outer ones come first, inner ones win."""
     found: dict[str, str] = {}
-    plain = Names(module).plain
+    plain = PlainNames(module).plain
     for fqn, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, FSDPModule):
             assert isinstance(child, nn.Module)

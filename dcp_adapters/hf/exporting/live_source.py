@@ -18,7 +18,7 @@ from dcp_adapters.hf.models.adapters import own_tensors
 from dcp_adapters.hf.models.prefixes import under, weights_prefix
 from dcp_adapters.plain.plain_memory import is_plain
 from dcp_adapters.torch_private import flatten_state_dict
-from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.ranks.across_ranks import Ranks, check_spanned
 from fsdp_hooks.ranks.gathering import Gathering, cut_of
 from fsdp_hooks.scale_sync import cuts_of
@@ -228,7 +228,7 @@ def _whole_part(tensor: Tensor) -> Tensor:
         local = local_of(tensor)
         dtype = local.dtype
         if dtype.itemsize == 1:
-            raw = resolved(local).view(torch.uint8)
+            raw = resolve(local).view(torch.uint8)
             tensor = dtensor_around(raw, tensor.device_mesh, tensor.placements, tensor.shape)
         tensor = tensor.full_tensor().view(dtype)
     return tensor.detach()

@@ -17,7 +17,7 @@ from dcp_adapters.format.source import Keep, Source, TensorGroup
 from dcp_adapters.hf.exporting.plan import Output, Written
 from dcp_adapters.hf.layouts.layout import ONE_OVER
 from dcp_adapters.stored.part_values import holds_nan
-from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.lazy_bits import resolve
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import adopt
 from qtensor.tensor.quantized_tensor import QuantizedTensor, quantize
@@ -140,7 +140,7 @@ def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
         device = next(iter(parts.values())).device
         tensor = torch.tensor(written.value, dtype=written.dtype, device=device)
     else:
-        tensor, piece = resolved(parts[written.part]), written.piece
+        tensor, piece = resolve(parts[written.part]), written.piece
         if not written.part:
             tensor = tensor.to(written.dtype)
         if piece is not None and tensor.ndim:

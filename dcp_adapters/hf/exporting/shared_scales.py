@@ -13,7 +13,7 @@ from dcp_adapters.format.entry import Entry
 from dcp_adapters.hf.files.names import Piece, fused_sets
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KV_SCALES, Layout, Scheme
 from dcp_adapters.plain.words import listed
-from fsdp_hooks.wrappers import Place, places
+from fsdp_hooks.wrappers import ModulePlace, places
 
 
 def scale_entries(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[str]]:
@@ -98,7 +98,7 @@ def fused_linears(model: nn.Module) -> list[list[str]]:
     kv_a_proj_with_mqa of latent attention. `qtensor.share_scales(model, fused_linears(model))` gives the weights of
     each set one NVFP4 global scale, with which `export_hf` keeps their bytes.
     """
-    found: dict[int, Place] = {}
+    found: dict[int, ModulePlace] = {}
     for place in places(model):
         if isinstance(place.module, nn.Linear) and not place.adapter:
             found.setdefault(id(place.module), place)

@@ -22,7 +22,7 @@ from dcp_adapters.hf.models.prefixes import under, weights_prefix
 from dcp_adapters.hf.reading.schemes import COUNTS, VALUES, is_quantized
 from dcp_adapters.hf.reading.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from fsdp_hooks.kernels.byte_sums import Piece
+from fsdp_hooks.kernels.byte_sums import TensorPiece
 from fsdp_hooks.ranks.across_ranks import Ranks
 
 
@@ -79,7 +79,7 @@ class StoredSource(Source):
         """From disk."""
         return self._stored.part(self._names[name], part)
 
-    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+    def pieces(self, name: str, part: str) -> Iterator[TensorPiece]:
         """From disk."""
         return self._stored.pieces(self._names[name], part)
 

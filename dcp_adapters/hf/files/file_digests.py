@@ -15,7 +15,7 @@ from torch import Tensor
 from dcp_adapters.format.weight_sums import DIGEST, PartSum, tensor_digest
 from dcp_adapters.hf.files.directory import Directory, FileTensor
 from dcp_adapters.plain.words import short
-from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
+from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 
 DIGESTS = "qtensor.digests"
 NO_DIGEST = "0" * 32  # as long as one, where one will be
@@ -28,7 +28,7 @@ def file_tensor_digest(dtype: torch.dtype, shape: Sequence[int], total: int) -> 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Name -> digest of the tensors of a file, on the CPU, by name."""
-    totals = byte_sums([Piece.whole(tensor) for tensor in tensors.values()]).tolist() if tensors else []
+    totals = byte_sums([TensorPiece.whole(tensor) for tensor in tensors.values()]).tolist() if tensors else []
     found = zip(tensors.items(), totals, strict=True)
     return dict(
         sorted((name, file_tensor_digest(tensor.dtype, tensor.shape, total)) for (name, tensor), total in found)

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dcp_adapters.hf.models.file_names import FileNames, joined_names
-from fsdp_hooks.wrappers import unwrapped
+from fsdp_hooks.wrappers import unwrap
 
 LIBRARY = "transformers"
 RULES = ("dot_natural_key", "rename_source_key", "revert_weight_conversion", "WeightConverter", "WeightRenaming")
@@ -203,7 +203,7 @@ def architecture_of(model: Any) -> Architecture | None:
     if LIBRARY not in sys.modules:  # no such model can be there
         return None
     library = _library()
-    model = unwrapped(model) if isinstance(model, nn.Module) else model
+    model = unwrap(model) if isinstance(model, nn.Module) else model
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
     own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # FSDP makes another

@@ -115,10 +115,10 @@ class Placed:
         """One chunk."""
         return Placed(dtype, tuple(shape), (Chunk((0,) * len(shape), tuple(shape), held),))
 
-    def piece(self, chunk: Chunk, held: Callable[[FileTensor], Any]) -> byte_sums.Piece:
+    def piece(self, chunk: Chunk, held: Callable[[FileTensor], Any]) -> byte_sums.TensorPiece:
         """One of its chunks; `held` gives safetensors' piece of a tensor, or the tensor itself."""
         whole = chunk.held.take(held(chunk.held.tensor), (0,) * len(chunk.sizes), chunk.sizes)
-        return byte_sums.Piece(whole, self.shape, chunk.offsets)
+        return byte_sums.TensorPiece(whole, self.shape, chunk.offsets)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.wrappers import Names, plain_buffers, plain_state_dict
+from fsdp_hooks.wrappers import PlainNames, plain_buffers, plain_state_dict
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Live:
         names: dict[int, list[str]] = {}
         for name, value in state.items():
             names.setdefault(id(value), []).append(name)
-        adapters = Names(model).is_adapter
+        adapters = PlainNames(model).is_adapter
         empty = [name for name, param in model.named_parameters() if param.is_meta and adapters(name)]
         buffers = [name for name, buffer in plain_buffers(model) if buffer.is_meta and id(buffer) not in names]
         return Live(state, list(names.values()), buffers, empty)

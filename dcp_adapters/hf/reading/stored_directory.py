@@ -17,7 +17,7 @@ from dcp_adapters.format.source import Stored
 from dcp_adapters.hf.files.directory import FileTensor
 from dcp_adapters.hf.models.architectures import Architecture
 from dcp_adapters.hf.reading.reader import HuggingFaceReader, OpenFiles
-from fsdp_hooks.kernels.byte_sums import Piece
+from fsdp_hooks.kernels.byte_sums import TensorPiece
 from fsdp_hooks.torch_private import cpu_by_default
 
 
@@ -87,7 +87,7 @@ class StoredDirectory(Stored):
         with cpu_by_default():
             return self._reader.read_from(self._files, name)
 
-    def pieces(self, name: str, part: str) -> Iterator[Piece]:
+    def pieces(self, name: str, part: str) -> Iterator[TensorPiece]:
         """From the files, chunk by chunk."""
         placed = self._made.placed[self.entries[name].key(part)]
         for chunk in placed.chunks:

@@ -8,7 +8,7 @@ import xxhash
 from torch import Tensor
 
 from dcp_adapters.plain.plain_memory import memory_of
-from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.lazy_bits import resolve
 from layerwise.inputs.values.calls import is_value, state_of_container
 from layerwise.inputs.values.stores import is_ordinary
 
@@ -19,7 +19,7 @@ def add_tensor(digest: xxhash.xxh3_64, tensor: Tensor) -> None:
     """Add a tensor to a digest; if it is more than its bytes, only dtype and shape."""
     digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
     if is_ordinary(tensor) and tensor.numel():
-        data = resolved(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = resolve(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(memory_of(data))
 
 

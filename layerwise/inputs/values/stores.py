@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dcp_adapters.plain.plain_memory import memory_of
-from fsdp_hooks.lazy_bits import resolved
+from fsdp_hooks.lazy_bits import resolve
 
 INPUTS_ON = ("device", "cpu", "disk")
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -100,7 +100,7 @@ class _OnDisk(StoredTensor):
         base, self._shape = _undo_expand(tensor)
         # Written in the order of memory, so that the strides come back too.
         self._order = sorted(range(base.dim()), key=lambda dim: (-base.stride()[dim], -base.shape[dim]))
-        memory = resolved(base).permute(self._order).to("cpu").contiguous()
+        memory = resolve(base).permute(self._order).to("cpu").contiguous()
         self._stored = memory.shape
         path.write_bytes(memory_of(memory))
         weakref.finalize(self, path.unlink, missing_ok=True)
@@ -122,7 +122,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     if shape != others or one.shape != other.shape:
         return False
     integers = INTEGERS.get(one.element_size(), torch.uint8)  # compares NaN and -0.0 by their bits
-    return torch.equal(*(resolved(side).contiguous().reshape(-1).view(integers) for side in (one, other)))
+    return torch.equal(*(resolve(side).contiguous().reshape(-1).view(integers) for side in (one, other)))
 
 
 def _undo_expand(tensor: Tensor) -> tuple[Tensor, torch.Size]:

@@ -34,7 +34,7 @@ from qtensor import (
     QuantizedTensor,
     quantize_,
 )
-from qtensor.tensor.quantized_tensor import dense
+from qtensor.tensor.quantized_tensor import dequantize_all
 from tests.dcp_adapters.cases import alone
 from tests.dcp_adapters.gguf import files
 from tests.dcp_adapters.hf.exports import llama
@@ -323,7 +323,7 @@ def test_it_is_no_layout_of_directories() -> None:
 
 def test_the_source_is_left_as_it_was(tmp_path: Path, like: Path) -> None:
     model = quantized("NVFP4")
-    before = {name: dense(value).clone() for name, value in model.state_dict().items()}
+    before = {name: dequantize_all(value).clone() for name, value in model.state_dict().items()}
     export_gguf(model, tmp_path / "out.gguf", like=like, progress=False)
     for name, value in model.state_dict().items():
-        assert torch.equal(dense(value), before[name])
+        assert torch.equal(dequantize_all(value), before[name])

@@ -16,7 +16,7 @@ from torch import Tensor
 from dcp_adapters import export_hf
 from dcp_adapters.format.weight_sums import PartSum, tensor_digest
 from dcp_adapters.hf.reading.verify_directory import verify_directory
-from fsdp_hooks.kernels.byte_sums import Piece, byte_sums
+from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 from qtensor import Int4GroupScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def test_each_file_has_the_digests_of_its_tensors(tmp_path: Path) -> None:
     for file in exported(tmp_path / "out").glob("*.safetensors"):
         expected = {}
         for name, tensor in sorted(load_file(file).items()):
-            total = int(byte_sums([Piece.whole(tensor)])[0])
+            total = int(byte_sums([TensorPiece.whole(tensor)])[0])
             expected[name] = tensor_digest([PartSum("", tensor.dtype, tensor.shape, total)])
         assert [*json.loads(metadata_of(file)[KEY]).items()] == [*expected.items()]
     report = verify_directory(tmp_path / "out")
