@@ -33,8 +33,8 @@ from dcp_adapters.format.entry import Entry, parts_of
 from dcp_adapters.format.manifest import mark_converted
 from dcp_adapters.format.masters import Masters
 from dcp_adapters.format.source import Stored
-from dcp_adapters.plain.durable import give_name, gone_on_error, hidden_name, refuse_taken
-from dcp_adapters.plain.progress_bar import Advance, unseen
+from dcp_adapters.plain.durable import give_name, hidden_name, refuse_taken, remove_on_error
+from dcp_adapters.plain.progress_bar import Advance, ignore_progress
 from dcp_adapters.plain.words import in_natural_order
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.save.planner import QuantizedSavePlanner
@@ -109,7 +109,7 @@ def convert_checkpoint(
     destination: str | os.PathLike[str],
     plan: ConversionPlan,
     *,
-    advance: Advance = unseen,
+    advance: Advance = ignore_progress,
 ) -> Outcome:
     """Write the converted checkpoint, and tell what became of the values.
 
@@ -126,7 +126,7 @@ def convert_checkpoint(
     final = Path(destination)
     refuse_taken(final)
     partial = hidden_name(final)
-    with gone_on_error(partial):
+    with remove_on_error(partial):
         errors = _write(source, partial, plan, advance)
         give_name(partial, final)
     tensors = [Converted(name, source.entries[name].kind, errors[name]) for name in in_natural_order(errors)]

@@ -4,8 +4,8 @@ A frame is full at MOST_CHANGES changes, or at the end of its run. So where fram
 whoever brings them, in pieces of whatever size, writes the same frames.
 """
 
-from dcp_adapters.delta.coding.changes import Changes, joined
-from dcp_adapters.delta.coding.codec import MOST_CHANGES, Coded, encoded
+from dcp_adapters.delta.coding.changes import Changes, join
+from dcp_adapters.delta.coding.codec import MOST_CHANGES, Coded, encode
 from dcp_adapters.delta.layout import StateLayout
 
 
@@ -54,9 +54,9 @@ class Encoder:
 
     def _flush(self, *, everything: bool) -> None:
         while self._count >= (1 if everything else MOST_CHANGES):
-            held = joined(self._held, self._runs[self._run].unit)
+            held = join(self._held, self._runs[self._run].unit)
             frame = Changes(held.positions[:MOST_CHANGES], held.steps[:MOST_CHANGES])
-            self._frames.append((self._run, encoded(frame, self._next)))
+            self._frames.append((self._run, encode(frame, self._next)))
             self._next = int(frame.positions[-1]) + 1
             rest = Changes(held.positions[MOST_CHANGES:], held.steps[MOST_CHANGES:])
             self._held, self._count = [rest] if len(rest) else [], len(rest)

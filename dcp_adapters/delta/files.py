@@ -20,17 +20,17 @@ import torch
 from dcp_adapters.convert.convert_checkpoint import ConversionPlan, convert_checkpoint
 from dcp_adapters.delta.chain import check_chain, deltas_left
 from dcp_adapters.delta.layout import StateLayout
-from dcp_adapters.delta.make import Summed, delta_between, layout_of, refuse_other_layout, sum_of, summed
+from dcp_adapters.delta.make import Summed, delta_between, layout_of, refuse_other_layout, sum_of, sum_state
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import open_delta, save_delta
 from dcp_adapters.delta.state_digest import blob_digest
-from dcp_adapters.delta.stored_states import Patched, StoredFiles, opened_state
+from dcp_adapters.delta.stored_states import Patched, StoredFiles, open_state
 from dcp_adapters.format.source import Stored
 from dcp_adapters.hf.files.file_digests import DIGESTS, file_tensor_digest, renewed_note
 from dcp_adapters.hf.files.header import METADATA, read_header, write_header
-from dcp_adapters.plain.durable import give_name, gone_on_error, hidden_name, refuse_taken, sync
+from dcp_adapters.plain.durable import give_name, hidden_name, refuse_taken, remove_on_error, sync
 from dcp_adapters.plain.plain_memory import memory_of
-from dcp_adapters.plain.progress_bar import Advance, progress_bar, unseen
+from dcp_adapters.plain.progress_bar import Advance, ignore_progress, progress_bar
 from dcp_adapters.plain.tables import human_bytes
 
 DELTA_FORMAT, APPLY_FORMAT = "dcp_adapters.delta/1", "dcp_adapters.apply/1"
@@ -140,7 +140,7 @@ def write_delta(
     out = Path(out)
     if out.exists() or out.is_symlink():  # now, not when all has been read
         raise FileExistsError(f"{out} exists already; choose another name, nothing is overwritten")
-    sides = [opened_state(path, check=verify_checksums) for path in (old, new)]
+    sides = [open_state(path, check=verify_checksums) for path in (old, new)]
     _refuse_other_kind(*sides)
     with progress_bar("comparing", layout_of(sides[0]).nbytes, enabled=progress) as advance:
         delta = delta_between(*sides, advance=advance)
@@ -176,14 +176,14 @@ def patched_copy(
     """
     opened = [delta if isinstance(delta, Delta) else open_delta(delta) for delta in deltas]
     check_chain(opened)
-    final, source, result = Path(out), opened_state(base), opened[-1].result
+    final, source, result = Path(out), open_state(base), opened[-1].result
     refuse_other_layout(opened[0].layout, layout_of(source), (opened[0].where, str(base)))
     if _holds(final, opened[-1]):
         return PatchedCopy(str(base), str(out), len(opened), 0, result, written=False)
     refuse_taken(final)
     total = layout_of(source).nbytes
     with progress_bar("reading", total, enabled=progress) as advance:
-        before = summed(source, advance=advance)
+        before = sum_state(source, advance=advance)
     left = deltas_left(opened, before.digest, str(base))
     patched = Patched(source, left)
     with progress_bar("checking", total, enabled=progress) as advance:
@@ -207,8 +207,8 @@ def _holds(out: Path, delta: Delta) -> bool:
     if not out.is_dir() or not any(out.iterdir()):
         return False
     try:
-        there = opened_state(out, check=True)
-        return layout_of(there) == delta.layout and summed(there).digest == delta.result
+        there = open_state(out, check=True)
+        return layout_of(there) == delta.layout and sum_state(there).digest == delta.result
     except (ValueError, OSError):
         return False
 
@@ -217,7 +217,7 @@ def _changed(layout: StateLayout, deltas: Sequence[Delta]) -> list[str]:
     return [key for run in layout.runs for key in run.keys if any(any(delta.changes(key)) for delta in deltas)]
 
 
-def _check_result(patched: Patched, before: Summed, result: str, advance: Advance = unseen) -> Summed:
+def _check_result(patched: Patched, before: Summed, result: str, advance: Advance = ignore_progress) -> Summed:
     """The patched state. Raises ValueError where the deltas, all decoded here, do not lead to what they say."""
     layout = before.layout
     sums = dict(before.sums)
@@ -237,7 +237,7 @@ def _check_result(patched: Patched, before: Summed, result: str, advance: Advanc
 
 def _write_files(patched: Patched, source: StoredFiles, after: Summed, final: Path, advance: Advance) -> None:
     begun = hidden_name(final)
-    with gone_on_error(begun):
+    with remove_on_error(begun):
         shutil.copytree(source.path, begun)
         names = set(_changed(layout_of(source), patched.deltas))
         digests = {name: file_tensor_digest(*after.layout.parts[name], total) for name, total in after.sums.items()}

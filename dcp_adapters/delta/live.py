@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcp_adapters.delta.coding.changes import Changes, changes_between, global_changes, joined, unit_of, unit_shape
+from dcp_adapters.delta.coding.changes import Changes, changes_between, global_changes, join, unit_of, unit_shape
 from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.make import refuse_empty, refuse_other_layout
 from dcp_adapters.delta.patch import Delta
@@ -81,7 +81,7 @@ class HeldVersion:
 
         def encode(bucket: Mapping[str, list[Changes]]) -> None:
             for key, found in bucket.items():
-                encoder.add(key, joined(found, unit_of(self.layout.parts[key][0])))
+                encoder.add(key, join(found, unit_of(self.layout.parts[key][0])))
 
         for bucket in _buckets(changes, self.group):
             gathered = _gathered({key: changes[key] for key in bucket.keys}, bucket, self.group)
@@ -133,9 +133,9 @@ class HeldVersion:
         """Of one shard, by global positions; none where another rank counts it."""
         dtype, shape = self.layout.parts[shard.key]
         if not shard.counts:
-            return joined([], unit_of(dtype))
+            return join([], unit_of(dtype))
         now = shard.piece.data.to("cpu")
-        local = joined(changes_between(self._kept[shard.key].data, now), unit_of(dtype))
+        local = join(changes_between(self._kept[shard.key].data, now), unit_of(dtype))
         per = unit_shape(dtype, ())[0]
         offsets = (*shard.piece.offsets[:-1], shard.piece.offsets[-1] * per) if shape else (0,)
         return global_changes(local, unit_shape(dtype, shape), offsets, unit_shape(dtype, now.shape))

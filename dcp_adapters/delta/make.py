@@ -11,7 +11,7 @@ from dcp_adapters.delta.layout import StateLayout, layout_differences
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.state_digest import blob_digest, state_digest
 from dcp_adapters.format.source import Source, Stored
-from dcp_adapters.plain.progress_bar import Advance, unseen
+from dcp_adapters.plain.progress_bar import Advance, ignore_progress
 from dcp_adapters.plain.words import in_lines
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 
@@ -35,7 +35,7 @@ def layout_of(source: Source) -> StateLayout:
     return StateLayout.of(source.entries.values(), source.blobs if isinstance(source, Stored) else ())
 
 
-def summed(source: Source, *, advance: Advance = unseen) -> Summed:
+def sum_state(source: Source, *, advance: Advance = ignore_progress) -> Summed:
     """Read all of a state; `advance` is told the bytes of each part."""
     layout = layout_of(source)
     sums = {}
@@ -51,7 +51,7 @@ def delta_between(
     new: Source,
     *,
     versions: tuple[int | None, int | None] = (None, None),
-    advance: Advance = unseen,
+    advance: Advance = ignore_progress,
 ) -> Delta:
     """What leads from one state to another.
 

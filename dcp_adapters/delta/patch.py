@@ -9,9 +9,9 @@ import torch
 import xxhash
 
 from dcp_adapters.delta.coding.changes import Changes
-from dcp_adapters.delta.coding.codec import Coded, checked, decoded
+from dcp_adapters.delta.coding.codec import Coded, checked, decode
 from dcp_adapters.delta.coding.damage import damaged
-from dcp_adapters.delta.coding.zstd import compressed, decompressed
+from dcp_adapters.delta.coding.zstd import compress, decompress
 from dcp_adapters.delta.layout import StateLayout
 from dcp_adapters.plain.words import short
 
@@ -74,7 +74,7 @@ class Delta:
             held[frame_name(number)] = coded.data
             records.append(CodedFrame(run, replace(coded, data=b""), checksum(coded.data)))
         for number, (name, data) in enumerate(sorted(blobs.items())):
-            stored = held[blob_name(number)] = compressed(data, LEVEL)
+            stored = held[blob_name(number)] = compress(data, LEVEL)
             changed.append(Blob(name, len(data), checksum(stored)))
         return Delta(*states, layout, tuple(records), tuple(changed), held.__getitem__, *versions)
 
@@ -113,7 +113,7 @@ class Delta:
         for number, blob in enumerate(self.blobs):
             if blob.name == name:
                 what = f"{self.where}: {name}"
-                data = decompressed(self._checked(blob_name(number), blob.checksum), blob.size, what)
+                data = decompress(self._checked(blob_name(number), blob.checksum), blob.size, what)
                 if len(data) != blob.size:
                     raise damaged(what, f"{len(data)} bytes, expected {blob.size}")
                 return data
@@ -171,7 +171,7 @@ class Delta:
         what = f"{self.where}: frame {index}"
         run = self.layout.runs[frame.run]
         data = self._checked(frame_name(index), frame.checksum)
-        found = decoded(replace(frame.coded, data=data), run.unit, run.extent, what)
+        found = decode(replace(frame.coded, data=data), run.unit, run.extent, what)
         if following is not None and int(found.positions[-1]) + 1 != following:
             raise damaged(what, "the next one does not begin where it ends")
         self._last[frame.run] = index, found

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dcp_adapters.delta.coding.codec import Coded
 from dcp_adapters.delta.coding.damage import damaged
-from dcp_adapters.delta.coding.zstd import compressed, decompressed
+from dcp_adapters.delta.coding.zstd import compress, decompress
 from dcp_adapters.delta.layout import StateLayout
 from dcp_adapters.delta.patch import Blob, CodedFrame, Delta, Read, blob_name, checksum, frame_name
 from dcp_adapters.format.entry import Entry
@@ -47,7 +47,7 @@ DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstan
 
 def delta_to_bytes(delta: Delta) -> bytes:
     """The file's bytes; the same for the same delta and version of zstd."""
-    table = compressed(_json(_table(delta)).encode(), LEVEL)
+    table = compress(_json(_table(delta)).encode(), LEVEL)
     header = {
         "format_version": FORMAT_VERSION,
         "base": delta.base,
@@ -145,7 +145,7 @@ def _parsed(metadata: Mapping[str, str], read: Read, where: str) -> Delta:
     table = read(TABLE)
     if checksum(table) != header[TABLE]:
         raise damaged(where, "its table has another checksum than its header says")
-    text = decompressed(table, MOST_TABLE, f"{where}: its table")
+    text = decompress(table, MOST_TABLE, f"{where}: its table")
     try:
         parsed = _parsed_table(json.loads(text))
     except (ValueError, *MALFORMED) as error:

@@ -20,7 +20,7 @@ from dcp_adapters.delta.layout import StateLayout, layout_differences
 from dcp_adapters.format.expand import entry_of, expand_leaf, plain_leaf, refuse_hidden
 from dcp_adapters.format.placements import placement_problem
 from dcp_adapters.hf.models.adapters import renamed
-from dcp_adapters.plain.plain_memory import is_plain, without_bytes
+from dcp_adapters.plain.plain_memory import is_plain, why_no_bytes
 from dcp_adapters.plain.words import in_lines
 from dcp_adapters.torch_private import flatten_state_dict
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
@@ -174,7 +174,7 @@ def _shard(key: str, tensor: Tensor, group: dist.ProcessGroup | None) -> Shard:
             counts = is_counted(mesh, group) and all(
                 place == 0 or not placement.is_replicate() for place, placement in along
             )
-    problem = without_bytes(local)
+    problem = why_no_bytes(local)
     if problem is not None:
         raise ValueError(f"{key}: {problem}")
     if not is_plain(local):

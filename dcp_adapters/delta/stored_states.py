@@ -132,7 +132,7 @@ def add_changes(tensor: Tensor, key: str, deltas: Sequence[Delta]) -> None:
             flat[changes.positions] += changes.steps
 
 
-def opened_state(path: str | os.PathLike[str], *, check: bool = False) -> Stored:
+def open_state(path: str | os.PathLike[str], *, check: bool = False) -> Stored:
     """A checkpoint (compared with its checksums as it is read, with `check`), or the files of a directory.
 
     Raises:

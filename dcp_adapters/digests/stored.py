@@ -10,7 +10,7 @@ from dcp_adapters.format.weight_sums import PartSum, digested_parts, tensor_dige
 from dcp_adapters.hf.exporting.sources import StoredSource
 from dcp_adapters.hf.models.architectures import Architecture
 from dcp_adapters.hf.reading.stored_directory import StoredDirectory, is_directory
-from dcp_adapters.plain.progress_bar import Advance, unseen
+from dcp_adapters.plain.progress_bar import Advance, ignore_progress
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from fsdp_hooks.kernels.byte_sums import byte_sums
 
@@ -38,7 +38,7 @@ def stored_source(
     return StoredSource(StoredDirectory(path, wanted=wanted, architecture=architecture), prefix or "", what="a digest")
 
 
-def source_digests(source: Source, *, advance: Advance = unseen) -> dict[str, str]:
+def source_digests(source: Source, *, advance: Advance = ignore_progress) -> dict[str, str]:
     """Name -> digest of each tensor, in the order of the source.
 
     Args:

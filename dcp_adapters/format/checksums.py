@@ -100,7 +100,7 @@ class Checksums:
         self.room = KEPT
         self.asked: set[MetadataIndex] = set()  # by the writer, for itself
 
-    def copied(self, index: MetadataIndex) -> Tensor | None:
+    def take_copy(self, index: MetadataIndex) -> Tensor | None:
         """The copy that was made of a chunk for the table, once; None where there is none, or it was not kept."""
         self.asked.add(index)
         copy = self.copies.pop(index, None)
@@ -108,7 +108,7 @@ class Checksums:
             self.room += copy.nbytes
         return copy
 
-    def seen(self, index: MetadataIndex, data: Tensor | io.BytesIO, *, early: bool = False) -> Tensor | io.BytesIO:
+    def digest(self, index: MetadataIndex, data: Tensor | io.BytesIO, *, early: bool = False) -> Tensor | io.BytesIO:
         """Digest what is written now, or `early`, for the table; returns it, on the CPU.
 
         Raises:
@@ -171,7 +171,7 @@ class Verification:
         for chunk in waiting:
             self._compare(*chunk)
 
-    def saved(self, index: MetadataIndex) -> bytes | None:
+    def saved_checksum(self, index: MetadataIndex) -> bytes | None:
         """The checksum of a chunk, from the whole table, which must be there; None where it has no row."""
         if self.rows is None:
             raise RuntimeError(

@@ -160,7 +160,7 @@ def mark_converted(metadata: Metadata, names: Iterable[str]) -> None:
     metadata.planner_data[MANIFEST_JSON][CONVERTED] = sorted(names)
 
 
-def converted_in(metadata: Metadata) -> frozenset[str]:
+def converted_names(metadata: Metadata) -> frozenset[str]:
     """The tensors that `mark_converted` named."""
     data = metadata.planner_data
     record = data.get(MANIFEST_JSON) if isinstance(data, Mapping) else None

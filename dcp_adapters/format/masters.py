@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from dcp_adapters.format.entry import Entry
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 from fsdp_hooks.wrappers import plain_name
 from qtensor.optim.master_states import MASTER
 
@@ -68,13 +68,13 @@ class Masters:
         return Masters(beside, left)
 
 
-def told(left: Mapping[str, str], total: int) -> list[tuple[str, str]]:
+def explain_left_out(left: Mapping[str, str], total: int) -> list[tuple[str, str]]:
     """For each reason why masters are left out: some of them, and a sentence with their number."""
     by_reason: dict[str, list[str]] = {}
     for master, why in left.items():
         by_reason.setdefault(why, []).append(master)
     return [
-        (listed(masters, SHOWN), f"{len(masters)} of {total} masters were not compared: {why}")
+        (few_of(masters, SHOWN), f"{len(masters)} of {total} masters were not compared: {why}")
         for why, masters in by_reason.items()
     ]
 

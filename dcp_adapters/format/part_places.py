@@ -33,7 +33,7 @@ class PartBoxes:
         Raises:
             ValueError: a column cut does not fall on block boundaries.
         """
-        key = alike(value, q)
+        key = placement_key(value, q)
         found = self._known.get(key)
         if found is None:
             box = box_of(name, value, q)
@@ -42,7 +42,7 @@ class PartBoxes:
         return found
 
 
-def alike(value: Tensor, q: QuantizedTensor) -> object:
+def placement_key(value: Tensor, q: QuantizedTensor) -> object:
     """What decides where the parts of a weight lie; valid as long as the weight's mesh is kept alive."""
     placed = (id(value.device_mesh), value.placements) if isinstance(value, DTensor) else None
     return value.shape, q.shape, q.recipe, placed

@@ -29,7 +29,7 @@ def short_names() -> dict[str, Recipe]:
     return dict(sorted(names.items(), key=lambda named: block_multiple(named[1]) == 1))
 
 
-def target_named(name: str, options: Mapping[str, str] | None = None) -> Recipe | torch.dtype:
+def find_target(name: str, options: Mapping[str, str] | None = None) -> Recipe | torch.dtype:
     """The recipe or the dtype of a name.
 
     Args:

@@ -64,32 +64,32 @@ def rotations_in(entries: Mapping[str, Entry]) -> dict[str, int]:
     return rotated
 
 
-def inputs(block: int) -> str:
+def say_inputs(block: int) -> str:
     """In words: what reaches a weight whose inputs are rotated in such blocks; 0: not at all."""
     return f"inputs that are rotated at run time in blocks of {block}" if block else "inputs as they are"
 
 
-def to_rotate(entry: Entry, held: Collection[str]) -> str:
+def advise_rotating(entry: Entry, held: Collection[str]) -> str:
     """What to do about an entry that a model, which holds these names, lacks: "", unless it says that inputs rotate."""
     if not is_marker(entry.name):
         return ""
     if not has_weight(entry.name, held):
         return (
-            f", nor {weight_beside(entry.name)}, which is for {inputs(block_of(entry))}: build the model with that "
+            f", nor {weight_beside(entry.name)}, which is for {say_inputs(block_of(entry))}: build the model with that "
             "linear (experts that it stacks in one weight can not rotate their inputs)"
         )
     block, module = block_of(entry), entry.name.removesuffix(MARKER).removesuffix(".")
     return (
-        f", and {weight_beside(entry.name)} is for {inputs(block)}: "
+        f", and {weight_beside(entry.name)} is for {say_inputs(block)}: "
         f"call layerwise.rotate_inputs_(model, {{{module!r}: {block}}}) first"
     )
 
 
-def unrotated(name: str, held: Collection[str]) -> str:
+def advise_not_rotating(name: str, held: Collection[str]) -> str:
     """What to do about an entry that a source lacks: "", unless it says that inputs are rotated."""
     if not (is_marker(name) and has_weight(name, held)):
         return ""
     return (
-        f", which rotates inputs, and {weight_beside(name)} is for {inputs(0)}: import it into a model that does not "
-        "rotate them, and call layerwise.rotate_ on that"
+        f", which rotates inputs, and {weight_beside(name)} is for {say_inputs(0)}: import it into a model that does "
+        "not rotate them, and call layerwise.rotate_ on that"
     )

@@ -138,7 +138,7 @@ class DenseCheck:
         return {name: 0 if count else BOTH for name, count in self.differing.items()}
 
 
-def unfit(found: Iterable[Mapping[str, Problem | None]]) -> list[Problem]:
+def find_unfit(found: Iterable[Mapping[str, Problem | None]]) -> list[Problem]:
     """The problems of masters, from what all tensors beside them say: one that fits is enough."""
     wrong: dict[str, Problem] = {}
     fitting = set()

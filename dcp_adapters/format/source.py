@@ -35,7 +35,7 @@ class Keep:
     own: bool = False
 
     @property
-    def here(self) -> bool:
+    def is_here(self) -> bool:
         """Whether this rank keeps it."""
         return self.rank is None or self.rank == rank_of(None)
 
@@ -117,7 +117,7 @@ class _Read(TensorGroup):
         self._source, self._keep = source, keep
 
     def parts(self, name: str) -> dict[str, Tensor] | None:
-        if not self._keep.here:
+        if not self._keep.is_here:
             return None
         return {
             part: tensor.to(self._keep.device or tensor.device) for part, tensor in self._source.parts(name).items()

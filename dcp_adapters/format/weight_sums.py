@@ -72,7 +72,7 @@ def first_difference(a: Mapping[str, str], b: Mapping[str, str]) -> DigestDiffer
     return next((DigestDifference(name, "only_in_b") for name in b if name not in a), None)
 
 
-def with_twins(tensors: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+def add_twins(tensors: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
     """The tensors, and those that `other` alone has where another tensor there holds the same, and both sides have it.
 
     So a tied weight is found where a file leaves it out.

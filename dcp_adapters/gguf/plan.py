@@ -18,7 +18,7 @@ from dcp_adapters.gguf.blocks import BLOCK_TYPES, BlockType
 from dcp_adapters.gguf.like import OF_CONFIG, Like
 from dcp_adapters.hf.exporting.plan import Output
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, Layout, Scheme, SchemeEntry, StoredAs, kind_of
-from dcp_adapters.plain.words import in_lines, listed
+from dcp_adapters.plain.words import few_of, in_lines
 
 _CODES = (StoredAs("payload", "weight"), StoredAs("scale", "weight_scale"))
 _GLOBAL = StoredAs("global_scale", "weight_scale_2")
@@ -70,7 +70,7 @@ def tensors_of(outputs: Sequence[Output], like: Like) -> list[tuple[Output, tupl
     lacking = [name for name in like.shapes if name not in have | OF_CONFIG and not name.endswith(_SCALES)]
     if lacking:
         raise ValueError(
-            f"the source lacks {len(lacking)} tensors that {like.path} has ({listed(lacking, 4)}); say by rest=... "
+            f"the source lacks {len(lacking)} tensors that {like.path} has ({few_of(lacking, 4)}); say by rest=... "
             "(--rest) where they are taken from, for example the model's directory"
         )
     return made

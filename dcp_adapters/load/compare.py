@@ -18,7 +18,7 @@ from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.expand import entry_of, quantized_local
 from dcp_adapters.format.manifest import MANIFEST, Manifest
 from dcp_adapters.format.placements import placement_problem
-from dcp_adapters.format.rotations import block_of, has_weight, inputs, is_marker, weight_beside
+from dcp_adapters.format.rotations import block_of, has_weight, is_marker, say_inputs, weight_beside
 from fsdp_hooks.torch_private import without_torch_function
 
 # Dtypes whose elements are the values themselves; float8 elements are codes under some scale.
@@ -120,8 +120,9 @@ def rotation_differences(target: Target, metadata: Metadata) -> dict[str, str]:
         if (want and want.format) != (held.format if isinstance(held, Entry) else held):
             on_disk, own = (block_of(side) if isinstance(side, Entry) else 0 for side in (held, want))
             problems[name] = (
-                f"{weight_beside(name)}: the checkpoint has it for {inputs(on_disk)}, the target for {inputs(own)}; "
-                "layerwise.rotate_inputs_ gives a model that is built anew the rotations of its checkpoint"
+                f"{weight_beside(name)}: the checkpoint has it for {say_inputs(on_disk)}, the target for "
+                f"{say_inputs(own)}; layerwise.rotate_inputs_ gives a model that is built anew the rotations of its "
+                "checkpoint"
             )
     return problems
 

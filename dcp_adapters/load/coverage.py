@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.load.read_items import PLAIN
-from dcp_adapters.plain.tiling import inside, tiling_fault
+from dcp_adapters.plain.tiling import is_inside, tiling_fault
 from dcp_adapters.stored.reading.metadata_checks import chunk_in_words, stored_chunk
 from dcp_adapters.stored.reading.order import OWN, has_files
-from dcp_adapters.stored.reading.places import shared_places, shares_bytes
+from dcp_adapters.stored.reading.places import shared_places, sharing_message
 from fsdp_hooks.torch_private import local_of
 
 Parts = dict[MetadataIndex | str, tuple[int, ...]]
@@ -119,7 +119,7 @@ def _chunk_problems(chunks: Iterable[tuple[MetadataIndex, Any]], metadata: Metad
         both = id(entry.size), id(chunk)
         if both in seen:
             continue
-        if inside(entry.size, (chunk.offsets, chunk.sizes)):
+        if is_inside(entry.size, (chunk.offsets, chunk.sizes)):
             seen.add(both)
         else:
             problems.append(
@@ -139,7 +139,7 @@ def _place_problems(chunks: Sequence[tuple[MetadataIndex, Any]], metadata: Metad
     shared = [(held[one], held[other], start) for one, other, start in shared_places([info for _, info in held])]
     wanted = {index for index, _ in chunks} if shared else set()
     return [
-        f"{chunk_in_words(one)}: {shares_bytes(start, other)} in {info.relative_path}"
+        f"{chunk_in_words(one)}: {sharing_message(start, other)} in {info.relative_path}"
         for (one, info), (other, _), start in shared
         if one in wanted or other in wanted
     ]

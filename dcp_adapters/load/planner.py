@@ -203,7 +203,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         if self.verification is not None:
             self.verification.expect(sum(item.dest_index.fqn == CHECKSUMS for item in own))
         if any(is_marked(info) for chunks in self.to_look_at.values() for _, info in chunks):
-            rest, own, *converted = map(self.rebuilding.instead, [rest, own, *converted])
+            rest, own, *converted = map(self.rebuilding.replace_items, [rest, own, *converted])
         ordered = group_after_group([own, *converted], self.metadata)  # one call: aliases are numbered within it
         items = [*probes, *ordered[: len(own)], *rest, *ordered[len(own) :]]
         self._passed(0)
@@ -266,7 +266,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
     def _rebuild(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """A chunk of a delta, compared with its checksum; then its items get their pieces, as from a reader."""
         assert self.verification is not None
-        checksum = self.verification.saved(self.rebuilding.chunk_of(read_item))
+        checksum = self.verification.saved_checksum(self.rebuilding.chunk_of(read_item))
         for item, piece in self.rebuilding.pieces(read_item, value, checksum):
             target = self.resolve_tensor(item).detach()
             target.copy_(piece)
@@ -313,7 +313,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 check_archives(path, dict(self.to_look_at.get(last.relative_path, ())), self.metadata)
 
     def _check_probe(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        if self.rebuilding.needed:
+        if self.rebuilding.is_needed:
             raise ValueError(
                 "the checkpoint is a delta, and this reader does not tell in which directory it reads, from which the "
                 "base is found; load with FileSystemReader or SafeFileSystemReader. Nothing has been loaded"

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_adapters.format.manifest import Manifest
 from dcp_adapters.load.compare import OWN, Container, Target, not_among, owners_in
 from dcp_adapters.load.coverage import Parts
-from dcp_adapters.plain.words import in_lines, listed
+from dcp_adapters.plain.words import few_of, in_lines
 
 SHOWN = 3  # names in a sentence
 MISFIT = "the checkpoint does not fit the target; nothing has been loaded:"
@@ -71,7 +71,7 @@ def refuse_nothing(shares: Sequence[Share]) -> None:
     sought = sorted({name for share in shares for name in share.sought})
     if sought and not any(share.finds for share in shares):
         raise ValueError(
-            f"the checkpoint has none of the {len(sought)} tensors of the target ({listed(sought, SHOWN)}); nothing "
+            f"the checkpoint has none of the {len(sought)} tensors of the target ({few_of(sought, SHOWN)}); nothing "
             "has been loaded. Look whether names have a prefix more or less than in the checkpoint"
         )
 

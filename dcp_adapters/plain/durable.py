@@ -1,7 +1,7 @@
 """Files that survive a crash of the machine, and directories and files that appear only when they are complete.
 
 While it is written, a directory has a hidden name beside its own (`hidden_name`), and an error removes it
-(`gone_on_error`); `give_name` gives it its own. Files are written likewise, and named by `give_file_name`.
+(`remove_on_error`); `give_name` gives it its own. Files are written likewise, and named by `give_file_name`.
 """
 
 import errno
@@ -76,7 +76,7 @@ def hidden_name(final: Path) -> Path:
 
 
 @contextmanager
-def gone_on_error(begun: Path) -> Iterator[None]:
+def remove_on_error(begun: Path) -> Iterator[None]:
     """Remove the directory that the block has begun, if the block fails."""
     try:
         yield

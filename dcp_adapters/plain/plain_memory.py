@@ -27,7 +27,7 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def without_bytes(tensor: Tensor) -> str | None:
+def why_no_bytes(tensor: Tensor) -> str | None:
     """Why a tensor has no bytes that could be saved, and what to do; None where it has some, or its class has."""
     if tensor.is_meta:
         return "on the meta device, without data; materialise it (to_empty) and initialise or load"

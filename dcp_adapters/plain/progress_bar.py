@@ -12,7 +12,7 @@ from tqdm import tqdm
 Advance = Callable[[int], object]  # told the number of bytes that have been dealt with
 
 
-def unseen(_: int) -> None:
+def ignore_progress(_: int) -> None:
     """Progress that nobody watches."""
 
 
@@ -20,7 +20,7 @@ def unseen(_: int) -> None:
 def progress_bar(stage: str, total: int, *, enabled: bool = True) -> Iterator[Advance]:
     """A bar of `total` bytes for the time of the block; yields the function to report to."""
     if not (enabled and sys.stderr.isatty()):
-        yield unseen
+        yield ignore_progress
         return
     with tqdm(total=total, desc=stage, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr) as bar:
         yield bar.update

@@ -29,7 +29,7 @@ def table(
         right: columns that are right-aligned.
         style: (column, cell) -> a style of `rich`, used on terminals with colours; None: no colours.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
+    rows = [[sanitize(cell) for cell in row] for row in rows]
     try:
         from rich.console import Console
         from rich.table import Table
@@ -51,7 +51,7 @@ def table(
     return _trimmed(captured.get())
 
 
-def printable(words: str) -> str:
+def sanitize(words: str) -> str:
     """The text with control and format characters, and halves of surrogate pairs, replaced."""
     return "".join("\ufffd" if unicodedata.category(one) in ("Cc", "Cf", "Cs") else one for one in words)
 

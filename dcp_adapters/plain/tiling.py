@@ -21,7 +21,7 @@ FEW_DIMS = 3
 Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
 
 
-def inside(size: Sequence[int], box: Box) -> bool:
+def is_inside(size: Sequence[int], box: Box) -> bool:
     """Whether a box lies inside of a tensor of shape `size`; an empty one may lie at its end."""
     offsets, sizes = box
     return len(size) == len(offsets) == len(sizes) and all(
@@ -35,7 +35,7 @@ def tiling_fault(size: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
     Empty boxes cover nothing.
     """
-    outside = next((box for box in boxes if not inside(size, box)), None)
+    outside = next((box for box in boxes if not is_inside(size, box)), None)
     full = [box for box in boxes if 0 not in box[1]]
     if outside is not None or 0 in size:
         return outside and f"a chunk of {tuple(outside[1])} at {tuple(outside[0])} is not inside of it"

@@ -30,7 +30,7 @@ def short_each(value: Any) -> str:
     return f"[{', '.join(map(short, value))}]" if few else short(value)
 
 
-def listed(items: Iterable[object], most: int = 8, *, between: str = ", ", last: str = " ") -> str:
+def few_of(items: Iterable[object], most: int = 8, *, between: str = ", ", last: str = " ") -> str:
     """The first `most` of many, and how many more there are: "a, b and 3 more"; `last` stands before the "and"."""
     told = [str(item) for item in items]
     more = f"{last}and {len(told) - most} more" if len(told) > most else ""
@@ -38,9 +38,9 @@ def listed(items: Iterable[object], most: int = 8, *, between: str = ", ", last:
 
 
 def in_lines(items: Iterable[object]) -> str:
-    """`listed`, with a line of its own for each, the first one too."""
+    """`few_of`, with a line of its own for each, the first one too."""
     line = "\n  "
-    return line + listed(items, 20, between=line, last=line)
+    return line + few_of(items, 20, between=line, last=line)
 
 
 def in_natural_order(names: Iterable[str]) -> list[str]:

@@ -264,14 +264,14 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         """The data of an item, digested, if checksums are on; `early`: for their table, before it is written."""
         checksums = self.checksums
         self._refuse_overlap(write_item)
-        if not early and (copied := checksums.copied(write_item.index)) is not None:
+        if not early and (copied := checksums.take_copy(write_item.index)) is not None:
             return copied
         if self.since is not None and self.since.has(write_item):
             data: Tensor | io.BytesIO = self.lookup_object(write_item.index)
         else:
             data = checksums.pickled.get(write_item.index) or super().resolve_data(write_item)
         self._refuse_overlap(write_item)  # again, now that the data is here: so it is this save's
-        return checksums.seen(write_item.index, data, early=early) if self.with_checksums else data
+        return checksums.digest(write_item.index, data, early=early) if self.with_checksums else data
 
     def _refuse_overlap(self, write_item: WriteItem) -> None:
         if id(write_item) not in self.current:

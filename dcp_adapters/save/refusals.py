@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_adapters.format.checksums import CHECKSUMS
 from dcp_adapters.format.manifest import MANIFEST
-from dcp_adapters.plain.plain_memory import without_bytes
+from dcp_adapters.plain.plain_memory import why_no_bytes
 from dcp_adapters.torch_private import writes_safetensors
 
 
@@ -30,7 +30,7 @@ def refuse_taken_names(flat: Mapping[str, Any], entries: Mapping[str, Mapping[st
 
 def refuse_without_bytes(name: str, local: Tensor) -> None:
     """Refuse a tensor that a writer would fail on later."""
-    reason = without_bytes(local)
+    reason = why_no_bytes(local)
     if reason is not None:
         raise ValueError(f"{name}: {reason}")
 

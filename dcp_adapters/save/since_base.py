@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_adapters.delta.coding.chunk import coded_chunk
+from dcp_adapters.delta.coding.chunk import encode_chunk
 from dcp_adapters.plain.plain_memory import is_plain
 from dcp_adapters.stored.reading.base import Base
 from dcp_adapters.torch_private import writes_safetensors
@@ -69,7 +69,7 @@ class SinceBase:
         """What is stored for a chunk, a CPU tensor."""
         assert item.tensor_data is not None
         plain = data.detach().resolve_conj().resolve_neg().contiguous()
-        return io.BytesIO(coded_chunk(self.base.read(item.index.fqn, item.tensor_data.chunk), plain))
+        return io.BytesIO(encode_chunk(self.base.read(item.index.fqn, item.tensor_data.chunk), plain))
 
     def _fits(self, item: WriteItem, lookup: Callable[[MetadataIndex], Tensor]) -> bool:
         placed = item.tensor_data

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.expand import entry_of, quantized_local, settled_parts
-from dcp_adapters.format.masters import Masters, told
+from dcp_adapters.format.masters import Masters, explain_left_out
 from dcp_adapters.format.soundness import (
     BEHIND,
     BOTH,
@@ -30,8 +30,8 @@ from dcp_adapters.format.soundness import (
     Problem,
     TensorCheck,
     cut,
+    find_unfit,
     slabs,
-    unfit,
 )
 from dcp_adapters.plain.words import in_lines
 from fsdp_hooks.torch_private import local_of
@@ -83,7 +83,7 @@ def refuse_unsound(flat: Mapping[str, Any], level: Level) -> Fits:
         said.append(check.master_problems())
         for master, how in check.fits().items():
             fits.setdefault(master, {})[name] = how
-    _refuse([*found, *unfit(said)], level)
+    _refuse([*found, *find_unfit(said)], level)
     return {master: each for master, each in fits.items() if any(how != BOTH for how in each.values())}
 
 
@@ -94,7 +94,7 @@ def _refuse_uncompared(masters: Masters, tensors: Mapping[str, Tensor], level: L
     left = dict(masters.left) | {master: ELSEWHERE for _, master in pairs if master not in there}
     if not left:
         return
-    lines = [f"{names}: {sentence}" for names, sentence in told(left, len(there) + len(left))]
+    lines = [f"{names}: {sentence}" for names, sentence in explain_left_out(left, len(there) + len(left))]
     if not there:
         raise ValueError(
             f"QuantizedSavePlanner(verify={level!r}): no master can be compared with its weight, so nothing would be "

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.format.checksums import CHECKSUMS, ROW
-from dcp_adapters.format.part_places import alike, box_of, part_box
+from dcp_adapters.format.part_places import box_of, part_box, placement_key
 from qtensor.spec.registry import specs_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
@@ -58,7 +58,7 @@ class Layouts:
         Raises:
             ValueError: a column cut does not fall on block boundaries.
         """
-        key = alike(value, q)
+        key = placement_key(value, q)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = tuple(_layouts(name, value, q))

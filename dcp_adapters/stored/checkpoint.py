@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_adapters.format.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
 from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.manifest import MANIFEST, Manifest, converted_in, manifest_of
+from dcp_adapters.format.manifest import MANIFEST, Manifest, converted_names, manifest_of
 from dcp_adapters.format.source import Stored
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 from dcp_adapters.stored.reading.rebuilding import Rebuilding
@@ -68,7 +68,7 @@ class StoredCheckpoint(Stored):
             self.base = self.manifest.base.path
         self.format_version = None if self.manifest is None else self.manifest.format_version
         self.entries = self._found_entries()
-        self.converted = converted_in(self.metadata)
+        self.converted = converted_names(self.metadata)
         self.digests = {} if self.manifest is None else self.manifest.digests
         self.blobs = [
             name
@@ -171,7 +171,7 @@ class StoredCheckpoint(Stored):
         """Read items; of chunks that are read in part (`partial`) no checksum can be compared."""
         planner = _Into(targets, {} if partial else self._checksums, self._rebuilding, self._saved)
         try:
-            items = self._rebuilding.instead(items)
+            items = self._rebuilding.replace_items(items)
             self._rebuilding.open(self.path)
             self._reader.read_data(LoadPlan(items), planner).wait()
         except CheckpointUnusable as error:

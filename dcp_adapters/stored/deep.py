@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.masters import Masters, told
-from dcp_adapters.format.soundness import DenseCheck, Level, Problem, TensorCheck, cut, slabs, unfit
+from dcp_adapters.format.masters import Masters, explain_left_out
+from dcp_adapters.format.soundness import DenseCheck, Level, Problem, TensorCheck, cut, find_unfit, slabs
 from dcp_adapters.format.source import Stored
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.findings import Finding, Report
 from qtensor.spec.registry import specs_of
@@ -69,17 +69,17 @@ def _judged(source: Stored, masters: Masters, level: Level) -> list[Finding]:
         found += check.problems() if isinstance(check, TensorCheck) else []
     findings = [
         Finding("error" if problem.fault else "warning", "", problem.entry, problem.message)
-        for problem in [*found, *unfit(said)]
+        for problem in [*found, *find_unfit(said)]
     ]
     if source.converted:
-        findings.append(Finding("warning", "", listed(sorted(source.converted), 3), CONVERTED))
+        findings.append(Finding("warning", "", few_of(sorted(source.converted), 3), CONVERTED))
     return findings + _left_out(source, masters)
 
 
 def _left_out(source: Stored, masters: Masters) -> list[Finding]:
     """What was not compared: where that is all there is to compare, nothing is proved."""
     held = {master for beside in masters.beside.values() for master in beside}
-    reasons = told(masters.left, len(held) + len(masters.left))
+    reasons = explain_left_out(masters.left, len(held) + len(masters.left))
     if masters.left and not held:
         return [Finding("error", "", names, f"{sentence}; {NONE}") for names, sentence in reasons]
     found = [Finding("warning", "", names, sentence) for names, sentence in reasons]

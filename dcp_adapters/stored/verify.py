@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from dcp_adapters.format.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
 from dcp_adapters.format.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.format.soundness import Level, check_level
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.deep import and_deep
 from dcp_adapters.stored.digest_check import DigestCheck
@@ -42,7 +42,7 @@ from dcp_adapters.stored.reading.metadata_checks import (
     holding_faults,
     length_faults,
 )
-from dcp_adapters.stored.reading.places import cut_off, look_at, other_than_said, shared_places, shares_bytes
+from dcp_adapters.stored.reading.places import contradiction, cut_off_fault, look_at, shared_places, sharing_message
 from dcp_adapters.stored.reading.reader import read_metadata_file
 from dcp_adapters.stored.reading.tensor_archive import FileSlice, read_header
 from dcp_adapters.torch_private import is_marked
@@ -123,7 +123,7 @@ class _Verification:
         self.found(self.digests.faults())
         if left := self.digests.unrecorded():
             message = f"the manifest has digests, and none of {len(left)} tensors"
-            self.add("", listed(left, SHOWN), message, "warning")
+            self.add("", few_of(left, SHOWN), message, "warning")
         if not self.records.keys() - {CHECKSUMS, MANIFEST}:
             self.add(METADATA, "", "it holds no tensors and no other entries: there was nothing to verify")
         tensors = sum(isinstance(record, TensorStorageMetadata) for record in self.records.values())
@@ -155,7 +155,7 @@ class _Verification:
             if not isinstance(size, int):
                 held = sorted({index.fqn for index in indices})
                 message = "the file is missing" if size is None else size.message
-                self.add(name, listed(held, SHOWN), message)
+                self.add(name, few_of(held, SHOWN), message)
                 continue
             waiting += [index for index in self.within(name, size, indices) if index in self.known]
         self.stray_files(by_file)
@@ -170,13 +170,16 @@ class _Verification:
         """The chunks of a file, sorted by place, that end inside of it; overlaps are found here, too."""
         shared = shared_places([self.metadata.storage_data[index] for index in indices])
         self.found(
-            [Fault(file, chunk_in_words(indices[n]), shares_bytes(start, indices[other])) for n, other, start in shared]
+            [
+                Fault(file, chunk_in_words(indices[n]), sharing_message(start, indices[other]))
+                for n, other, start in shared
+            ]
         )
         inside = []
         for index in indices:
             _, end = self.place(index)
             if end > size:
-                self.found([cut_off(file, index, end, size)])
+                self.found([cut_off_fault(file, index, end, size)])
             else:
                 inside.append(index)
         return inside
@@ -229,10 +232,10 @@ class _Verification:
             data = io.BytesIO(chunk.read())
         elif is_marked(info) and self.base is not None:
             row = None if self.rows is None else self.rows.get(chunk_key(index))
-            data = self.base.rebuilt(index, self.metadata, chunk.read(), row)
+            data = self.base.rebuild(index, self.metadata, chunk.read(), row)
         elif isinstance(record, TensorStorageMetadata):
             header = read_header(chunk, "its archive")
-            wrong = other_than_said((header.dtype, header.shape), record.properties.dtype, self.known[index])
+            wrong = contradiction((header.dtype, header.shape), record.properties.dtype, self.known[index])
             if wrong is not None:
                 raise ValueError(wrong)
             data = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)

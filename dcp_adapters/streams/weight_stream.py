@@ -160,7 +160,7 @@ class WeightStream:
     @property
     def receives(self) -> bool:
         """Whether this rank gets the tensors; else it helps the rank that does."""
-        return self._keep.here
+        return self._keep.is_here
 
     @property
     def nbytes(self) -> int:

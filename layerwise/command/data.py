@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dcp_adapters.plain.words import listed, short
+from dcp_adapters.plain.words import few_of, short
 from layerwise.command.config import DataKeys, data_format
 from layerwise.command.model import transformers_library
 from layerwise.command.yaml_text import ConfigError
@@ -100,7 +100,7 @@ def _from_safetensors(keys: DataKeys) -> Any:
             name = keys.field if keys.field is not None else names[0] if len(names) == 1 else None
             if name not in names:
                 raise ConfigError(
-                    f"data.field: {keys.path} has the tensors {listed(names)}; expected the name of one of them, got "
+                    f"data.field: {keys.path} has the tensors {few_of(names)}; expected the name of one of them, got "
                     f"{short(keys.field)}"
                 )
             return file.get_tensor(name)
@@ -144,7 +144,7 @@ def _texts(keys: DataKeys, kind: str) -> Iterator[str]:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"data.path: {keys.path}, line {number}: it is no JSON: {error}") from None
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
-            keys_there = listed(record) if isinstance(record, dict) else f"no object but {short(record)}"
+            keys_there = few_of(record) if isinstance(record, dict) else f"no object but {short(record)}"
             raise ConfigError(
                 f"data.field: {keys.path}, line {number}: expected a text under {field!r}, found {keys_there}"
             )

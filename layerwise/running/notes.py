@@ -7,7 +7,7 @@ note (`Outcome.to_json`) is compared with the stage that it is about; nothing he
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dcp_adapters.plain.words import listed, short
+from dcp_adapters.plain.words import few_of, short
 from layerwise.report.report import LinearReport
 from layerwise.resume.progress import Window
 from layerwise.stages.stage import Stage
@@ -39,7 +39,7 @@ def _faults(note: Any, stage: Stage) -> Iterator[str]:
         yield f"dense is {short(note['dense'])}, expected names of its parameters"
     for key, fits, kind in (("input_amax", _amount, "a number or none"), ("gathered", _dtype, "a dtype")):
         if not _of_each(note[key], targets, fits):
-            yield f"{key} is {short(note[key])}, expected {kind} for each of {listed(targets)}"
+            yield f"{key} is {short(note[key])}, expected {kind} for each of {few_of(targets)}"
     try:
         for record in note["records"]:
             LinearReport.from_json(record)
@@ -48,7 +48,7 @@ def _faults(note: Any, stage: Stage) -> Iterator[str]:
     if not _amount(note["output_snr"]):
         yield f"output_snr is {short(note['output_snr'])}, expected a number or none"
     if not _of_each(note.get("kv_amax", {}), list(stage.attentions), _heads):
-        yield f"kv_amax is {short(note.get('kv_amax'))}, expected those of {listed([*stage.attentions]) or 'nothing'}"
+        yield f"kv_amax is {short(note.get('kv_amax'))}, expected those of {few_of([*stage.attentions]) or 'nothing'}"
     if type(note["pairs"]) is not list or not all(map(_pair, note["pairs"])):
         yield f"pairs are {short(note['pairs'])}, expected lists of names, each with a name and a kind"
 

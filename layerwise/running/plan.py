@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 from fsdp_hooks.unshard import reshard_all
 from fsdp_hooks.wrappers import plain_buffers, plain_modules, plain_parameters, unmerged
 from layerwise.algorithms.algorithm import CROSS, HESSIAN, Algorithm
@@ -240,7 +240,7 @@ def _warn_of_adapters(model: nn.Module) -> None:
     adapted = unmerged(model)
     if adapted:
         warnings.warn(
-            f"{listed(adapted)}: adapters of peft are not merged into these, so the result holds the weights "
+            f"{few_of(adapted)}: adapters of peft are not merged into these, so the result holds the weights "
             "below the adapters, calibrated on what reaches them with the adapters; merge them first "
             "(merge_and_unload()) if they are to be in it",
             stacklevel=4,  # the caller of `calibrate`

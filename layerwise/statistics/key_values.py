@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 from layerwise.stages.attentions import cache_argument
 from layerwise.stages.caller import caller
 
@@ -118,7 +118,7 @@ class KeyValues:
         silent = [fqn for fqn, ranks in found.items() if not ranks]
         if silent:
             raise NotImplementedError(
-                f"{caller()}: kv_cache: {listed(silent)}: no keys and values came to a cache in any batch of any rank: "
+                f"{caller()}: kv_cache: {few_of(silent)}: no keys and values came to a cache in any batch of any rank: "
                 "they are those of another layer, or are cached in another way than by past_key_values.update(keys, "
                 "values, ...). Engines would run with scales that fit nothing; leave kv_cache out for this model"
             )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.rotations import blocks_in, has_weight, inputs, rotations_in, weight_beside
+from dcp_adapters.format.rotations import blocks_in, has_weight, rotations_in, say_inputs, weight_beside
 from dcp_adapters.hf.models.architectures import architecture_of
 from dcp_adapters.hf.reading.reader import HuggingFaceReader
 from fsdp_hooks.torch_private import cpu_by_default
@@ -90,7 +90,7 @@ class OnDisk:
         for name, block in blocks_in(entries).items():
             if not has_weight(name, entries):
                 raise ValueError(
-                    f"{caller()}: {weight_beside(name)} in {self.files.path} is for {inputs(block)}, and the model "
+                    f"{caller()}: {weight_beside(name)} in {self.files.path} is for {say_inputs(block)}, and the model "
                     "stacks it in one weight of experts, which can not rotate their inputs; build it with a linear an "
                     "expert"
                 )
@@ -99,8 +99,8 @@ class OnDisk:
             on_disk, rotated = held.get(module, 0), own.get(module, 0)
             if f"{module}.weight".lstrip(".") in wanted and on_disk != rotated:
                 raise ValueError(
-                    f"{caller()}: {module}.weight in {self.files.path} is for {inputs(on_disk)}, and the model has "
-                    f"{inputs(rotated)}; layerwise.rotate_inputs_ gives a model the rotations of its files"
+                    f"{caller()}: {module}.weight in {self.files.path} is for {say_inputs(on_disk)}, and the model has "
+                    f"{say_inputs(rotated)}; layerwise.rotate_inputs_ gives a model the rotations of its files"
                 )
 
     def read(self, tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from dcp_adapters import digest, tensor_digests
 from dcp_adapters.cli.main import main
 from dcp_adapters.delta.live import HeldVersion
 from dcp_adapters.digests import summing
-from dcp_adapters.format.weight_sums import DigestDifference, first_difference, with_twins
+from dcp_adapters.format.weight_sums import DigestDifference, add_twins, first_difference
 from qtensor import Float8DelayedScaling, MXFP8BlockScaling, quantize, quantized_model_init
 from tests import weight_digests
 from tests.dcp_adapters.cases import EVERY, arbitrary, load, local_of, model, models, placed, reference, save, values
@@ -288,8 +288,8 @@ def test_the_first_difference_is_in_the_order_of_the_first_side() -> None:
     assert first_difference(a, {**a, "z": "0", "y": "0"}) == DigestDifference("y", "other")
     assert first_difference(a, {"z": "0", "y": "2"}) == DigestDifference("x", "only_in_a")
     assert first_difference(a, {"w": "0", **a}) == DigestDifference("w", "only_in_b")
-    assert with_twins({"x": "1"}, {"x": "1", "y": "1", "z": "3"}) == {"x": "1", "y": "1"}
-    assert with_twins({"x": "0"}, {"x": "1", "y": "1"}) == {"x": "0", "y": "0"}
+    assert add_twins({"x": "1"}, {"x": "1", "y": "1", "z": "3"}) == {"x": "1", "y": "1"}
+    assert add_twins({"x": "0"}, {"x": "1", "y": "1"}) == {"x": "0", "y": "0"}
 
 
 def test_the_command_prints_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

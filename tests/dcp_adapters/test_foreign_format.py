@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.cli.main import main
-from dcp_adapters.format.recipe_names import recipe_label, target_named
+from dcp_adapters.format.recipe_names import find_target, recipe_label
 from dcp_adapters.hf.layouts.layout import KINDS
 from dcp_adapters.stored.part_values import WITHOUT_NAN, _not_finite, holds_nan
 from dcp_adapters.stored.verify import verify
@@ -63,10 +63,10 @@ def test_its_last_block_of_a_row_may_be_smaller(foreign: Any, tmp_path: Path) ->
 
 
 def test_it_is_named_on_the_command_line(foreign: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert target_named("Foreign128", {"scales": "bf16"}) == foreign(scales="bf16")
+    assert find_target("Foreign128", {"scales": "bf16"}) == foreign(scales="bf16")
     assert recipe_label(foreign()) == "Foreign128(scales='bytes')"
     with pytest.raises(ValueError, match=r"unknown recipe 'foreign'; this version knows .*, Foreign128, bfloat"):
-        target_named("foreign")
+        find_target("foreign")
     save({"w": quantize(values((64, 256), 0), MXFP8BlockScaling())}, tmp_path / "a")
     there = ["--to", "Foreign128", "--option", "scales=bf16", "--no-progress"]
     assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), *there]) == 0
@@ -77,7 +77,7 @@ def test_it_is_named_on_the_command_line(foreign: Any, tmp_path: Path, capsys: p
 
 def test_forgotten_again_it_is_unknown() -> None:
     with pytest.raises(ValueError, match="unknown recipe 'Foreign128'"):
-        target_named("Foreign128")
+        find_target("Foreign128")
 
 
 def with_nan(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from dcp_adapters.format.checksums import digest_of
 from dcp_adapters.format.entry import Entry, parts_of
 from dcp_adapters.format.recipe_names import dtype_name
 from dcp_adapters.format.source import Stored
-from dcp_adapters.plain.progress_bar import Advance, unseen
+from dcp_adapters.plain.progress_bar import Advance, ignore_progress
 from dcp_adapters.stored.inspect import inspect_checkpoint
 from dcp_adapters.stored.numeric_error import ErrorSum
 from qtensor.spec.selection import matches
@@ -43,7 +43,7 @@ def measure_checkpoint(
     against: Stored | None = None,
     match: Sequence[str] = (),
     *,
-    advance: Advance = unseen,
+    advance: Advance = ignore_progress,
 ) -> CheckpointReport:
     """Read and measure every tensor, or those whose names match a glob of `match`.
 

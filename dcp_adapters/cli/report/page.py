@@ -11,7 +11,7 @@ from dcp_adapters.cli.report.drawing import heat_map, histogram, profile
 from dcp_adapters.cli.report.layers import badness, grid_of, middle_left_out
 from dcp_adapters.cli.report.notes import kinds_of, notes, scales_by_kind, sizes_of, tensors
 from dcp_adapters.cli.report.records import CheckpointReport
-from dcp_adapters.plain.tables import human_bytes, printable
+from dcp_adapters.plain.tables import human_bytes, sanitize
 
 
 def page(report: CheckpointReport) -> str:
@@ -61,7 +61,7 @@ def compact(number: float) -> str:
 
 
 def _finalized(value: Any) -> Any:
-    """What `{{ value }}` prints: a macro's markup as it is, coordinates to two decimals, text made `printable`."""
+    """What `{{ value }}` prints: a macro's markup as it is, coordinates to two decimals, text by `sanitize`."""
     if hasattr(value, "__html__"):
         return value
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else printable(str(value))
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else sanitize(str(value))

@@ -75,7 +75,7 @@ def changed_units(x: Tensor, y: Tensor) -> Changes:
     return Changes(at, y[at] - x[at])
 
 
-def joined(found: Iterable[Changes], unit: torch.dtype) -> Changes:
+def join(found: Iterable[Changes], unit: torch.dtype) -> Changes:
     """Several as one, sorted by position. Raises ValueError where two change the same unit."""
     pieces = list(found)
     if not pieces:

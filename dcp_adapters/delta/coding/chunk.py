@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.delta.coding.changes import Changes, changed_units, changes_between, unit_of, units
-from dcp_adapters.delta.coding.codec import BEST, FAST, MOST_CHANGES, Coded, decoded, encoded
+from dcp_adapters.delta.coding.codec import BEST, FAST, MOST_CHANGES, Coded, decode, encode
 from dcp_adapters.delta.coding.damage import damaged
 from dcp_adapters.plain.plain_memory import memory_of
 
@@ -29,7 +29,7 @@ LOOKS, LOOK = 16, 2**15  # pieces of the rest that are looked at, and the units 
 MOST_LINE = 2**26  # bytes of JSON: half a million frames
 
 
-def coded_chunk(old: Tensor, new: Tensor) -> bytes:
+def encode_chunk(old: Tensor, new: Tensor) -> bytes:
     """What leads from one plain contiguous CPU tensor to another of the same dtype and shape.
 
     Raises:
@@ -54,13 +54,13 @@ def coded_chunk(old: Tensor, new: Tensor) -> bytes:
     return _line({"kind": "changes", "frames": table}) + b"".join(frame.data for frame in frames)
 
 
-def decoded_chunk(
+def decode_chunk(
     data: bytes, dtype: torch.dtype, shape: tuple[int, ...], old: Callable[[], Tensor], what: str
 ) -> Tensor:
     """The chunk, a CPU tensor of its own.
 
     Args:
-        data: of `coded_chunk`.
+        data: of `encode_chunk`.
         dtype: of the chunk.
         shape: of the chunk.
         old: reads the base, as a contiguous CPU tensor of that dtype and shape, which becomes the result; called only
@@ -90,7 +90,7 @@ def decoded_chunk(
     flat, begun = units(chunk), 0
     for frame in frames:
         length = sum(frame.lengths)
-        changes = decoded(_with(frame, bytes(body[begun : begun + length])), unit_of(dtype), flat.numel(), what)
+        changes = decode(_with(frame, bytes(body[begun : begun + length])), unit_of(dtype), flat.numel(), what)
         flat[changes.positions] += changes.steps
         begun += length
     return chunk
@@ -120,7 +120,7 @@ def _may_take(old: Tensor, new: Tensor, begun: int) -> float:
 def _encoded(changes: Changes, start: int) -> Coded:
     """One frame; dense changes are compressed at a fast level, since they are what takes the time of a save."""
     span = int(changes.positions[-1]) + 1 - start
-    return encoded(changes, start, level=FAST if span < 4 * len(changes) else BEST)
+    return encode(changes, start, level=FAST if span < 4 * len(changes) else BEST)
 
 
 def _frame(start: Any, count: Any, shift: Any, lengths: Any) -> Coded:

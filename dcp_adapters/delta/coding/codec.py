@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dcp_adapters.delta.coding.changes import Changes
 from dcp_adapters.delta.coding.damage import damaged
-from dcp_adapters.delta.coding.zstd import compressed, decompressed
+from dcp_adapters.delta.coding.zstd import compress, decompress
 
 MOST_CHANGES = 2**20  # of a frame; what decoding one takes is bounded by this
 MOST_UNITS = 2**40  # of a run: sums of gaps stay below 2^63
@@ -41,7 +41,7 @@ class Coded:
     data: bytes
 
 
-def encoded(changes: Changes, start: int, *, level: int | None = None) -> Coded:
+def encode(changes: Changes, start: int, *, level: int | None = None) -> Coded:
     """The frame of 1 to MOST_CHANGES changes, all at or after `start`; level: of zstd, None: the one of delta files."""
     count = len(changes)
     before = torch.cat([torch.tensor([start - 1], dtype=torch.int64, device="cpu"), changes.positions[:-1]])
@@ -51,11 +51,11 @@ def encoded(changes: Changes, start: int, *, level: int | None = None) -> Coded:
     if level is None:
         level = FAST if count == MOST_CHANGES and span < 4 * count else BEST
     streams = [_packed(gaps, shift), _escaped(gaps >> shift), *_planes(changes.steps)]
-    data = [compressed(stream, level) for stream in streams]
+    data = [compress(stream, level) for stream in streams]
     return Coded(start, count, shift, tuple(map(len, data)), b"".join(data))
 
 
-def decoded(coded: Coded, unit: torch.dtype, extent: int, what: str) -> Changes:
+def decode(coded: Coded, unit: torch.dtype, extent: int, what: str) -> Changes:
     """The changes of a frame of a run of `extent` units.
 
     Raises:
@@ -65,9 +65,9 @@ def decoded(coded: Coded, unit: torch.dtype, extent: int, what: str) -> Changes:
     if sum(coded.lengths) != len(coded.data):
         raise damaged(what, f"{len(coded.data)} bytes, expected {sum(coded.lengths)}")
     streams = _split(coded)
-    lows = decompressed(streams[0], -(-coded.count * coded.shift // 8), what)
-    quotients = decompressed(streams[1], coded.count + (extent >> coded.shift) // 255, what)
-    planes = [decompressed(stream, coded.count, what) for stream in streams[2:]]
+    lows = decompress(streams[0], -(-coded.count * coded.shift // 8), what)
+    quotients = decompress(streams[1], coded.count + (extent >> coded.shift) // 255, what)
+    planes = [decompress(stream, coded.count, what) for stream in streams[2:]]
     gaps = (_unescaped(quotients, coded.count, extent >> coded.shift, what) << coded.shift) + _unpacked(
         lows, coded.count, coded.shift, what
     )

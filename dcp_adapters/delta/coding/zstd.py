@@ -15,17 +15,17 @@ MISSING = (
 )
 
 
-def require() -> None:
+def require_zstd() -> None:
     """Raise ImportError where there is no zstd."""
     _library()
 
 
-def compressed(data: bytes, level: int) -> bytes:
+def compress(data: bytes, level: int) -> bytes:
     """One zstd frame. Raises ImportError where there is no zstd."""
     return bytes(_library().compress(data, level))
 
 
-def decompressed(data: bytes, most: int, what: str) -> bytes:
+def decompress(data: bytes, most: int, what: str) -> bytes:
     """The contents of one zstd frame.
 
     Raises:

@@ -28,7 +28,7 @@ from dcp_adapters.hf.exporting.prepare import Asked, prepared, requantizes
 from dcp_adapters.hf.exporting.writing import begun_directory, publish_directory, write_files
 from dcp_adapters.hf.layouts.layout import layout_named
 from dcp_adapters.hf.models.adapters import check_adapters
-from dcp_adapters.plain.durable import gone_on_error, refuse_taken
+from dcp_adapters.plain.durable import refuse_taken, remove_on_error
 from dcp_adapters.plain.progress_bar import progress_bar
 from fsdp_hooks.ranks.across_ranks import chosen_ranks, is_first, on_first
 from fsdp_hooks.ranks.waiting import waited_for
@@ -132,7 +132,7 @@ def _publish_files(final: Path, source: Source, asked: Asked, plan: ExportPlan, 
     begun = Path(on_first(group, lambda: str(begun_directory(final, asked.described, plan))))
     group_of = own_groups(source, groups_of(asked.given, asked.prefix))
     first = is_first(group)
-    with gone_on_error(begun) if first else nullcontext():
+    with remove_on_error(begun) if first else nullcontext():
         with progress_bar("exporting", plan.nbytes, enabled=show and first) as advance:
             write_files(source, plan, begun, group_of, advance, group)
         on_first(group, lambda: publish_directory(begun, final, plan))

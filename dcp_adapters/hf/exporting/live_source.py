@@ -145,11 +145,11 @@ class _LiveGroup(TensorGroup):
             gathering = self._of.get((name, part))
             if gathering is not None:
                 gathering.wait()
-                if self._keep.here:
+                if self._keep.is_here:
                     found[part] = self._placed(gathering.whole((name, part)))
-            elif self._keep.here or _is_sharded(tensor):
+            elif self._keep.is_here or _is_sharded(tensor):
                 found[part] = self._placed(_whole_part(tensor), own=self._keep.own)
-        return found if self._keep.here else None
+        return found if self._keep.is_here else None
 
     def close(self) -> None:
         """Also after an error: the other ranks are in the same collectives."""

@@ -39,7 +39,7 @@ from dcp_adapters.hf.layouts.layout import (
 )
 from dcp_adapters.hf.layouts.rotations import check_rotations
 from dcp_adapters.hf.models.file_names import FileNames, memory_modules
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 from qtensor.formats.float8_delayed import Float8DelayedScaling
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import specs_of
@@ -172,7 +172,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     entries = scale_entries(pieces)
     orphans = [name for name in records if f".{name}".endswith(f".{INPUT_SCALE}") and name not in entries]
     if orphans:
-        raise ValueError(f"{listed(orphans)}: the weight beside it is not quantized; leave it out")
+        raise ValueError(f"{few_of(orphans)}: the weight beside it is not quantized; leave it out")
     also = memory_modules(request.names, owners)
     inputs = input_scales(pieces, entries, request.scales, also)
     schemes = {
@@ -228,7 +228,7 @@ def _check_values(records: Mapping[str, Entry]) -> None:
     ]
     if codes:
         raise ValueError(
-            f"{listed(codes)}: codes of a quantization that is not ours, whose scales the export would not "
+            f"{few_of(codes)}: codes of a quantization that is not ours, whose scales the export would not "
             "describe; dequantize them first, or read the directory they come from with import_hf"
         )
 
@@ -245,11 +245,11 @@ def _check_linears(quantized: Collection[str], turned: Collection[str]) -> None:
     instead = "convert it to a dense one (python -m dcp_adapters convert --to bfloat16 --include ...)"
     embeddings = [name for name in quantized if is_embedding(name)]
     if embeddings:
-        raise ValueError(f"{listed(embeddings)}: engines read no quantized embedding; {instead}")
+        raise ValueError(f"{few_of(embeddings)}: engines read no quantized embedding; {instead}")
     experts = [name for name in quantized if name in turned]
     if experts:
         raise ValueError(
-            f"{listed(experts)}: quantized along what engines have as rows: they know gate_up_proj [E, 2 N, K] "
+            f"{few_of(experts)}: quantized along what engines have as rows: they know gate_up_proj [E, 2 N, K] "
             f"and down_proj [E, K, N] of experts, and these are transposed; {instead}"
         )
 
@@ -259,7 +259,7 @@ def _check_once(schemes: Mapping[str, Scheme], ignored: Collection[str]) -> None
     twice = [module for module in ignored if module in schemes]
     if twice:
         raise ValueError(
-            f"{listed(twice)}: the source has the linear twice, quantized and dense, under names that are one "
+            f"{few_of(twice)}: the source has the linear twice, quantized and dense, under names that are one "
             "for engines; leave one of them out"
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dcp_adapters.format.rotations import blocks_in, inputs, weight_beside
+from dcp_adapters.format.rotations import blocks_in, say_inputs, weight_beside
 from dcp_adapters.format.source import Keep, Source, Stored, TensorGroup
 from dcp_adapters.hf.exporting.live_source import LiveSource
 from dcp_adapters.hf.files.directory import read_directory
@@ -156,8 +156,8 @@ def _check_rotations(sources: Sequence[Source], of: Mapping[str, Source]) -> Non
             own = owner.entries[name].shape[0] if name in owner.entries else 0
             if own != block and not (own and weight in source.entries):
                 raise ValueError(
-                    f"{weight} is taken from one source, where it is for {inputs(own)}, and another says by {name} "
-                    f"that it is for {inputs(block)}; take both from the same"
+                    f"{weight} is taken from one source, where it is for {say_inputs(own)}, and another says by {name} "
+                    f"that it is for {say_inputs(block)}; take both from the same"
                 )
 
 

@@ -28,7 +28,7 @@ from dcp_adapters.hf.files.directory import INDEX
 from dcp_adapters.hf.files.file_digests import DIGESTS, NO_DIGEST, digests_of, to_note
 from dcp_adapters.hf.files.header import METADATA, read_header, write_header
 from dcp_adapters.hf.layouts.layout import KINDS, RECIPES, kind_of
-from dcp_adapters.plain.durable import give_name, gone_on_error, hidden_name, sync
+from dcp_adapters.plain.durable import give_name, hidden_name, remove_on_error, sync
 from dcp_adapters.plain.progress_bar import Advance
 from fsdp_hooks.ranks.across_ranks import Ranks, global_ranks, on_all, rank_of, ranks_of
 
@@ -37,7 +37,7 @@ def begun_directory(final: Path, described: ModelConfig, plan: ExportPlan) -> Pa
     """The hidden directory, with all files but the weights."""
     begun = hidden_name(final)
     begun.mkdir()
-    with gone_on_error(begun):
+    with remove_on_error(begun):
         described.write(begun, plan.json, dtype_name(plan.dtype))
         if len(plan.files) > 1:
             names = {

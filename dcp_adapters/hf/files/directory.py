@@ -18,8 +18,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from dcp_adapters.plain.words import in_lines, listed, short
-from dcp_adapters.stored.reading.metadata_checks import stray_path
+from dcp_adapters.plain.words import few_of, in_lines, short
+from dcp_adapters.stored.reading.metadata_checks import is_stray_path
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -86,7 +86,7 @@ def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> D
         files, assigned = _listed_files(root)
     missing = [name for name in files if not (root / name).is_file()]
     if missing:
-        told = listed(missing, 20, last=", ")
+        told = few_of(missing, 20, last=", ")
         raise FileNotFoundError(f"{root}: {INDEX} names files that are not there: {told}; {AGAIN}")
     tensors: dict[str, FileTensor] = {}
     notes: dict[str, dict[str, str]] = {}
@@ -141,7 +141,7 @@ def _listed_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
     if not assigned:
         raise ValueError(f"{root / INDEX}: its weight_map names no tensors; {AGAIN}")
     files = sorted(set(assigned.values()))
-    stray = listed((short(file) for file in files if stray_path(file)), 20, last=", ")
+    stray = few_of((short(file) for file in files if is_stray_path(file)), 20, last=", ")
     if stray:
         raise ValueError(f"{root / INDEX}: it names files outside of the directory: {stray}; do not use it")
     return files, assigned

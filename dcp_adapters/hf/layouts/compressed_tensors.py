@@ -23,7 +23,7 @@ from dcp_adapters.hf.layouts.layout import (
     register_layout,
 )
 from dcp_adapters.hf.layouts.rotations import transform_config
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 from qtensor.formats.int4 import GROUPS
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -139,7 +139,7 @@ def _check_rotated(linears: Linears) -> None:
     renamed = [module for module in linears.rotated if module in linears.also]
     if renamed:
         raise ValueError(
-            f"{listed(renamed)}: the inputs are rotated at run time, and the module is {linears.also[renamed[0]]} in "
+            f"{few_of(renamed)}: the inputs are rotated at run time, and the module is {linears.also[renamed[0]]} in "
             "memory; engines find it by one of both names or by none, so the layout cannot say it: leave such linears "
             "out of online= of layerwise.rotate_"
         )

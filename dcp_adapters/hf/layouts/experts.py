@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.hf.files.names import Piece, pieces_of, turned_pieces, whole_experts
 from dcp_adapters.hf.layouts.layout import Layout
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 
 
 def engine_pieces(name: str, record: Entry, layout: Layout) -> list[Piece]:
@@ -62,13 +62,13 @@ def check_experts(records: Mapping[str, Entry], turned: Collection[str], layout:
         dense = [name for name in experts if records[name].recipe is None and name not in turned]
         if dense:
             raise ValueError(
-                f"{listed(dense)}: rows of linears [E, N, K] that are not quantized, and dense experts of the layout "
+                f"{few_of(dense)}: rows of linears [E, N, K] that are not quantized, and dense experts of the layout "
                 f"{layout.name} are [E, K, N]; quantize them, or transpose them"
             )
         return
     biased = [name for name in experts if records[name].recipe is not None and f"{name}_bias" in records]
     if biased:
         raise ValueError(
-            f"{listed(biased)}: with biases beside them, these are experts as gpt-oss has them, whose rows of gate and "
+            f"{few_of(biased)}: with biases beside them, these are experts as gpt-oss has them, whose rows of gate and "
             f'up alternate, and the layout {layout.name} would take them for two halves; use layout="mxfp4"'
         )

@@ -23,7 +23,7 @@ from dcp_adapters.hf.files.config_sections import said_of_quantization
 from dcp_adapters.hf.files.directory import CONFIG, Directory, FileTensor
 from dcp_adapters.hf.files.names import fused_sets
 from dcp_adapters.hf.layouts.layout import Layout
-from dcp_adapters.plain.words import in_lines, listed, short
+from dcp_adapters.plain.words import few_of, in_lines, short
 from qtensor.products.input_rotation import MARKER, is_size, marker
 
 # What compressed-tensors takes for what is not said. Sylvester's matrix / sqrt(block) is its own inverse.
@@ -45,7 +45,7 @@ def check_rotations(rotated: Mapping[str, int], layout: Layout, modules: Sequenc
     """
     if rotated and not layout.rotates:
         raise ValueError(
-            f"{listed(rotated)}: the inputs are rotated at run time, which the layout {layout.name} cannot say, so "
+            f"{few_of(rotated)}: the inputs are rotated at run time, which the layout {layout.name} cannot say, so "
             'engines would compute something else; use layout="compressed-tensors"'
         )
     for members in fused_sets(modules):

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 from fsdp_hooks.wrappers import merged, plain_state_dict, unmerged
 
 T = TypeVar("T")
@@ -37,12 +37,12 @@ def state_of_module(module: nn.Module, adapters: str) -> dict[str, object]:
     found = unmerged(module) if adapters == "raise" else merged(module)
     if found and adapters == "raise":
         raise ValueError(
-            f"{listed(found)}: an adapter of peft is not merged into it, and would be lost; {WAYS}, or take the model "
+            f"{few_of(found)}: an adapter of peft is not merged into it, and would be lost; {WAYS}, or take the model "
             'below the adapters by adapters="base" (--adapters base)'
         )
     if found:
         raise ValueError(
-            f'{listed(found)}: an adapter is merged into it, and adapters="base" asks for the model without; call '
+            f'{few_of(found)}: an adapter is merged into it, and adapters="base" asks for the model without; call '
             "unmerge_adapter() first, or leave adapters= out"
         )
     return plain_state_dict(module, adapters=False)
@@ -62,7 +62,7 @@ def own_tensors(named: Mapping[str, T], adapters: str) -> dict[str, T]:
         return dict(named)
     if adapters == "raise":
         raise ValueError(
-            f"{listed(found)}: the names are those of adapters of peft and of what they adapt, and whether they are "
+            f"{few_of(found)}: the names are those of adapters of peft and of what they adapt, and whether they are "
             f"merged does not show in names; {WAYS}, give the module itself, or take the model below the adapters by "
             'adapters="base" (--adapters base)'
         )
@@ -79,7 +79,7 @@ def renamed(named: Mapping[str, T], pairs: Iterable[tuple[str, str]], what: str)
             raise ValueError(f"{taken[new]} and {old} have the same name without {what}: {new}; give one of them")
         taken[new] = old
     if not taken:
-        raise ValueError(f"without {what} nothing is left to take of {listed(list(named))}")
+        raise ValueError(f"without {what} nothing is left to take of {few_of(list(named))}")
     return {new: named[old] for new, old in taken.items()}
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KV_SCALES
 from dcp_adapters.hf.models.architectures import architecture_said
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 from fsdp_hooks.wrappers import plain_buffers, plain_parameters
 
 LASTING = "_keep_in_fp32_modules_strict"  # of transformers' classes: regular expressions, in fp32 whatever the model is
@@ -128,8 +128,8 @@ def _dense(entries: Mapping[str, Entry]) -> Iterator[str]:
 
 
 def _told(unknown: Sequence[str], wide: Sequence[str]) -> str:
-    which = f"{len(unknown)} tensors ({listed(unknown, 4)})" if len(unknown) > 1 else unknown[0]
-    kept = f"those in fp32 beside others in fewer bits stay as they are ({listed(wide, 4)})"
+    which = f"{len(unknown)} tensors ({few_of(unknown, 4)})" if len(unknown) > 1 else unknown[0]
+    kept = f"those in fp32 beside others in fewer bits stay as they are ({few_of(wide, 4)})"
     return (
         f"nothing tells parameters, which are cast, from buffers, which are not, among {which}: "
         f"{kept if wide else 'all are cast'}; give the module itself, or a config= of an architecture that "

@@ -27,7 +27,7 @@ from dcp_adapters.hf.layouts.layout import HEADS, INPUT_SCALE, ONE_OVER, SHAPE, 
 from dcp_adapters.hf.layouts.recorded import appearance, recorded_recipes
 from dcp_adapters.hf.reading.delayed import history_of
 from dcp_adapters.hf.reading.schemes import DTYPES, Contents, FileLinear
-from dcp_adapters.plain.words import in_lines, listed
+from dcp_adapters.plain.words import few_of, in_lines
 from fsdp_hooks.kernels import byte_sums
 from qtensor.formats.float8_delayed import Float8DelayedScaling
 from qtensor.spec.format import PartSpec
@@ -233,7 +233,7 @@ class _Presentation:
             self.dense.pop(f"{piece.module}.weight", None)
         if not all(there):
             lacking = [piece.module for piece, found in zip(pieces, there, strict=True) if not found]
-            told = listed(lacking, 20, last=", ")
+            told = few_of(lacking, 20, last=", ")
             self.problems.append(f"{name}: it consists of linears that are not there: {told}")
         elif all(linears) and pieces[0].turned:
             self.problems.append(f"{name}: {TURNED}")

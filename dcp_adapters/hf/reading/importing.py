@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.expand import entry_of, plain_leaf
-from dcp_adapters.format.rotations import to_rotate, unrotated
+from dcp_adapters.format.rotations import advise_not_rotating, advise_rotating
 from dcp_adapters.hf.models.architectures import architecture_of
 from dcp_adapters.hf.reading.materialise import Live, materialise
 from dcp_adapters.hf.reading.passed_over import UNEXPECTED, PassedOver, unexpected_patterns
@@ -29,7 +29,7 @@ from dcp_adapters.hf.reading.reader import HuggingFaceReader
 from dcp_adapters.load.compare import Target, differences, to_convert
 from dcp_adapters.load.live_parts import not_writable
 from dcp_adapters.load.planner import QuantizedLoadPlanner
-from dcp_adapters.plain.words import in_lines, listed
+from dcp_adapters.plain.words import few_of, in_lines
 from fsdp_hooks.ranks.across_ranks import ALONE, Alone, Ranks, check_spanned, chosen_ranks, is_first, on_all, rank_of
 from fsdp_hooks.ranks.waiting import waited_for
 from fsdp_hooks.wrappers import plain_state_dict
@@ -185,7 +185,7 @@ def _tell(reader: HuggingFaceReader, kept: Sequence[str]) -> None:
     }
     for what, names in told.items():
         if names:
-            LOG.warning("%s: %d tensors %s: %s", reader.path, len(names), what, listed(names))
+            LOG.warning("%s: %d tensors %s: %s", reader.path, len(names), what, few_of(names))
 
 
 def _load(state: Mapping[str, Tensor], reader: HuggingFaceReader, ranks: Ranks) -> None:
@@ -247,14 +247,14 @@ def _matched_names(
                 problems.append(f"{own[0]}: {ON_META}")
         else:
             tied = f" (nor {', '.join(own[1:])}, which it is tied to)" if len(own) > 1 else ""
-            problems.append(f"{own[0]}: only the model has it{tied}{unrotated(own[0], held)}")
+            problems.append(f"{own[0]}: only the model has it{tied}{advise_not_rotating(own[0], held)}")
         if any(first and not reader.alike(found[0], other) for other in found[1:]):
             problems.append(
                 f"{found[1]}: the model ties it to {found[0]}, and the directory has other values for it; untie them"
             )
     known = {name for own in live.names for name in own}
     problems += [
-        f"{name}: only the directory has it; the model has no such tensor{to_rotate(held[name], known)}"
+        f"{name}: only the directory has it; the model has no such tensor{advise_rotating(held[name], known)}"
         for name in held.keys() - known
         if not name.endswith(IGNORED)
     ]

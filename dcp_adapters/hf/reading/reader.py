@@ -40,7 +40,7 @@ from dcp_adapters.hf.reading.as_checkpoint import Placed, Presented, Slice, pres
 from dcp_adapters.hf.reading.passed_over import PassedOver
 from dcp_adapters.hf.reading.schemes import contents_of, weight_names
 from dcp_adapters.plain.progress_bar import progress_bar
-from dcp_adapters.stored.reading.reader import failures_told
+from dcp_adapters.stored.reading.reader import tell_failures
 from fsdp_hooks.torch_private import cpu_by_default
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
@@ -219,7 +219,7 @@ class HuggingFaceReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for; a planner with a method `read_failed(error)` is told of an error first."""
-        with failures_told(planner):
+        with tell_failures(planner):
             total = sum(item.lengths.numel() * self.itemsize[item.storage_index.fqn] for item in plan.items)
             with (
                 OpenFiles(self.root) as files,

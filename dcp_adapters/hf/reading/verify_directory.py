@@ -20,8 +20,8 @@ from dcp_adapters.hf.files.directory import INDEX, Directory, FileTensor, read_d
 from dcp_adapters.hf.files.file_digests import DIGESTS, RecordedDigests
 from dcp_adapters.hf.models.architectures import architecture_said
 from dcp_adapters.hf.reading.stored_directory import StoredDirectory
-from dcp_adapters.plain.progress_bar import Advance, unseen
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.progress_bar import Advance, ignore_progress
+from dcp_adapters.plain.words import few_of
 from dcp_adapters.stored.deep import and_deep
 from dcp_adapters.stored.findings import Finding, Report
 from dcp_adapters.stored.part_values import value_fault
@@ -29,7 +29,9 @@ from dcp_adapters.stored.part_values import value_fault
 SHOWN = 3  # names in a sentence
 
 
-def verify_directory(path: str | os.PathLike[str], *, level: Level = "bytes", advance: Advance = unseen) -> Report:
+def verify_directory(
+    path: str | os.PathLike[str], *, level: Level = "bytes", advance: Advance = ignore_progress
+) -> Report:
     """Read a whole directory and report everything that is wrong with it.
 
     Args:
@@ -76,7 +78,7 @@ def verify_directory(path: str | os.PathLike[str], *, level: Level = "bytes", ad
 def _lacking(recorded: RecordedDigests) -> Iterator[Finding]:
     """Files without digests, and digests without a tensor."""
     if recorded.lacking:
-        files = listed(recorded.lacking, SHOWN)
+        files = few_of(recorded.lacking, SHOWN)
         message = f"{files}: no {DIGESTS} in the metadata: bytes that changed into other valid ones cannot be found"
         yield Finding("warning", "", "", message)
     for file, name in recorded.lost:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.plain.plain_memory import is_plain, without_bytes
+from dcp_adapters.plain.plain_memory import is_plain, why_no_bytes
 from dcp_adapters.save.staging.host_memory import PageLockError, SnapshotMemory
 from fsdp_hooks.all_gather import Sharding
 from fsdp_hooks.torch_private import dtensor_like, without_torch_function
@@ -182,7 +182,7 @@ class Survey:
             return self._local(name, local.dense)
         if isinstance(local, QuantizedTensor):
             return self._quantized(name, local)
-        if is_plain(local) or not hasattr(local, "__tensor_flatten__") or without_bytes(local) is not None:
+        if is_plain(local) or not hasattr(local, "__tensor_flatten__") or why_no_bytes(local) is not None:
             index = self._add(name, "", local)
             return lambda copies: copies[index]
         # of another library's class: taken apart by the protocol that torch.compile uses for such
@@ -222,7 +222,7 @@ class Survey:
 
 def _check_copyable(name: str, part: Tensor) -> None:
     """Raise where a tensor is not plain, or has no bytes."""
-    reason = without_bytes(part)
+    reason = why_no_bytes(part)
     if reason is None and is_plain(part):
         return
     if part.layout is torch.strided and reason is not None:

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_adapters.delta.coding.chunk import decoded_chunk
-from dcp_adapters.delta.coding.zstd import require
+from dcp_adapters.delta.coding.chunk import decode_chunk
+from dcp_adapters.delta.coding.zstd import require_zstd
 from dcp_adapters.format.checksums import digest_of
 from dcp_adapters.format.manifest import BaseLink, base_of
 from dcp_adapters.stored.reading.metadata_checks import METADATA, chunk_in_words, stored_chunk
@@ -93,7 +93,7 @@ class Base:
 
     @staticmethod
     def _opened(delta: Path, link: BaseLink, directory: Path) -> "Base":
-        require()
+        require_zstd()
         reader = SafeFileSystemReader(directory)
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, is_coordinator=False)
@@ -133,7 +133,7 @@ class Base:
         self.reader.read_data(LoadPlan(items), _BoxPlanner(box)).wait()
         return box
 
-    def rebuilt(self, index: MetadataIndex, delta: Metadata, data: bytes, expected: bytes | None) -> Tensor:
+    def rebuild(self, index: MetadataIndex, delta: Metadata, data: bytes, expected: bytes | None) -> Tensor:
         """A chunk of the delta, from what is stored for it and the base.
 
         Args:
@@ -158,7 +158,7 @@ class Base:
                 raise ValueError(f"{where}: the base has no {dtype} {tuple(record.size)} of this name; {WAY_OUT}")
             return self.read(index.fqn, chunk)
 
-        tensor = decoded_chunk(data, dtype, tuple(chunk.sizes), old, where)
+        tensor = decode_chunk(data, dtype, tuple(chunk.sizes), old, where)
         found = digest_of(tensor)
         if found != expected:
             saved = "none was saved" if expected is None else f"{expected.hex()} was saved"

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_adapters.plain.tiling import inside, tiling_fault
+from dcp_adapters.plain.tiling import is_inside, tiling_fault
 from dcp_adapters.plain.words import LEAVES, short
 from dcp_adapters.stored.reading.metadata_names import FIELDS, LARGEST
 from dcp_adapters.torch_private import StorageInfo, is_marked, unmarked
@@ -153,7 +153,7 @@ def own_buffer(name: str, metadata: Metadata, dims: int, where: str = "the check
         ) from error
 
 
-def stray_path(path: str) -> bool:
+def is_stray_path(path: str) -> bool:
     """Whether a relative path is empty, absolute, or leads outside, as POSIX or as Windows reads it."""
     views: tuple[PurePath, ...] = (PurePosixPath(path), PureWindowsPath(path))
     return (
@@ -276,7 +276,7 @@ def _chunk_faults(name: str, record: TensorStorageMetadata) -> Iterator[Fault]:
                 name, f"a chunk is {short(chunk)}, expected offsets and sizes that are counts below 2**63"
             )
             return
-        if not inside(size, (chunk.offsets, chunk.sizes)):
+        if not is_inside(size, (chunk.offsets, chunk.sizes)):
             yield _metadata_fault(
                 name,
                 f"a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} is not inside of the tensor's {size}",
@@ -297,7 +297,7 @@ def _storage_faults(index: Any, info: Any, stray: dict[str, bool], *, transforms
         )
         return
     if info.relative_path not in stray:
-        stray[info.relative_path] = stray_path(info.relative_path)
+        stray[info.relative_path] = is_stray_path(info.relative_path)
     if stray[info.relative_path]:
         message = f"it is stored in {short(info.relative_path)}, expected a file inside of the checkpoint"
         yield _metadata_fault(chunk_in_words(index), message)

@@ -57,15 +57,15 @@ def file_faults(directory: str | os.PathLike[str], storage: Mapping[MetadataInde
         if isinstance(found, Fault):
             faults.append(found)
         elif found is not None and found < end:
-            faults.append(cut_off(name, index, end, found))
+            faults.append(cut_off_fault(name, index, end, found))
     indices = list(storage)
     return faults + [
-        Fault(storage[indices[one]].relative_path, chunk_in_words(indices[one]), shares_bytes(start, indices[other]))
+        Fault(storage[indices[one]].relative_path, chunk_in_words(indices[one]), sharing_message(start, indices[other]))
         for one, other, start in shared_places(list(storage.values()))
     ]
 
 
-def shares_bytes(start: int, other: MetadataIndex) -> str:
+def sharing_message(start: int, other: MetadataIndex) -> str:
     """What is wrong with a chunk that is stored in bytes of another."""
     return f"it shares bytes from {start} on with {chunk_in_words(other)}"
 
@@ -84,7 +84,7 @@ def look_at(directory: str | os.PathLike[str], name: str) -> int | Fault | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else Fault(name, "", "it is no ordinary file")
 
 
-def cut_off(file: str, index: MetadataIndex, end: int, size: int) -> Fault:
+def cut_off_fault(file: str, index: MetadataIndex, end: int, size: int) -> Fault:
     """The fault of a chunk that ends beyond the end of its file."""
     return Fault(file, chunk_in_words(index), f"the file has {size} bytes, and this chunk ends at {end}: it is cut off")
 
@@ -117,18 +117,18 @@ def check_archives(path: Path, chunks: Mapping[MetadataIndex, Any], metadata: Me
             if not isinstance(entry, TensorStorageMetadata) or getattr(info, "transform_descriptors", None):
                 continue
             held = _dtype_and_shape(path, index, stream, info, known)
-            message = other_than_said(held, entry.properties.dtype, stored_chunk(entry, index).sizes)
+            message = contradiction(held, entry.properties.dtype, stored_chunk(entry, index).sizes)
             if message is not None:
                 raise ValueError(f"{path}: {chunk_in_words(index)}: {message}. {THIS_RANK}")
 
 
-def other_than_said(held: tuple[torch.dtype, tuple[int, ...]], dtype: torch.dtype, shape: Sequence[int]) -> str | None:
+def contradiction(held: tuple[torch.dtype, tuple[int, ...]], dtype: torch.dtype, shape: Sequence[int]) -> str | None:
     """What is wrong with what a file holds of a chunk, whose dtype and shape metadata say; None where nothing is."""
     said = dtype, tuple(shape)
     return None if held == said else f"the file holds {held[0]} {held[1]}, {METADATA} says {said[0]} {said[1]}"
 
 
-def unreadable(path: Path, index: MetadataIndex, error: BaseException, state: str) -> str:
+def unreadable_message(path: Path, index: MetadataIndex, error: BaseException, state: str) -> str:
     """What to say of a chunk that could not be read; `state`: what has become of the target, and what to do."""
     return f"{path}: {chunk_in_words(index)}: it can not be read: {type(error).__name__}: {error}. {state}"
 
@@ -144,7 +144,7 @@ def _dtype_and_shape(
         try:
             value = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise ValueError(unreadable(path, index, error, THIS_RANK)) from error
+            raise ValueError(unreadable_message(path, index, error, THIS_RANK)) from error
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"{path}: {chunk_in_words(index)}: the file holds a {type(value).__name__}, expected a tensor. "

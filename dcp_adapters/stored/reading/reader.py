@@ -40,7 +40,7 @@ from dcp_adapters.stored.reading.metadata_checks import (
     stored_chunk,
 )
 from dcp_adapters.stored.reading.order import PROBE, original_index
-from dcp_adapters.stored.reading.places import THIS_RANK, file_faults, other_than_said, unreadable
+from dcp_adapters.stored.reading.places import THIS_RANK, contradiction, file_faults, unreadable_message
 from dcp_adapters.stored.reading.plain_pickle import read_plain
 from dcp_adapters.stored.reading.read_ahead import Need, ReadAhead
 from dcp_adapters.stored.reading.tensor_archive import Header
@@ -115,7 +115,7 @@ class SafeFileSystemReader(FileSystemReader):
         A planner with a method `archives_checked()` is told when every chunk has been looked at; one with a method
         `read_failed(error)` is told of an error before it is raised.
         """
-        with failures_told(planner):
+        with tell_failures(planner):
             placed = [(item, self.storage_data[item.storage_index]) for item in plan.items]
             per_path: dict[str, list[Placed]] = {}
             for item, info in placed:  # as stock groups them: probes and conversions count on it
@@ -208,7 +208,7 @@ class SafeFileSystemReader(FileSystemReader):
                     header = known.read(stream, offset, length, f"{path}: {chunk_in_words(index)}")
                     record: Any = self.records[index.fqn]
                     held, sizes = (header.dtype, header.shape), stored_chunk(record, index).sizes
-                    message = other_than_said(held, record.properties.dtype, sizes)
+                    message = contradiction(held, record.properties.dtype, sizes)
                     if message is not None:
                         raise ValueError(f"{path}: {chunk_in_words(index)}: {message}; use another checkpoint")
                     headers[name, offset, length] = header
@@ -223,7 +223,7 @@ def _stray(metadata: Metadata) -> list[Fault]:
 
 
 @contextmanager
-def failures_told(planner: LoadPlanner) -> Iterator[None]:
+def tell_failures(planner: LoadPlanner) -> Iterator[None]:
     """A block that reads: an error is first passed to the planner's `read_failed(error)`, if it has that method.
 
     Other ranks may be waiting for this one.
@@ -241,7 +241,7 @@ def _unread(path: Path, item: ReadItem, error: Exception) -> Exception:
     """The error of a chunk that could not be read: which one, and what has become of the target."""
     state = "Some tensors of the target may be loaded already: load another checkpoint"
     kind = OSError if isinstance(error, OSError) else EOFError if isinstance(error, EOFError) else ValueError
-    return kind(unreadable(path, original_index(item.storage_index), error, state))
+    return kind(unreadable_message(path, original_index(item.storage_index), error, state))
 
 
 def read_metadata_file(file: Path, *, transforms: bool = False) -> tuple[Any, list[Fault]]:

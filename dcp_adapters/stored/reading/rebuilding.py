@@ -42,7 +42,7 @@ class Rebuilding:
         self._numbers = itertools.count()
         self._waiting: dict[MetadataIndex, tuple[MetadataIndex, list[ReadItem]]] = {}  # by destination
 
-    def instead(self, items: Sequence[ReadItem]) -> list[ReadItem]:
+    def replace_items(self, items: Sequence[ReadItem]) -> list[ReadItem]:
         """The items to read in place of these, in their order.
 
         Raises:
@@ -78,28 +78,28 @@ class Rebuilding:
         return ReadItem(LoadItemType.BYTE_IO, into, zero, alias, zero, zero)
 
     @property
-    def needed(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether a chunk has to be rebuilt and the base has not been opened."""
         return bool(self._waiting) and self.base is None
 
     def open(self, directory: Path) -> None:
         """Find the base of the checkpoint in `directory`, once, where a chunk has to be rebuilt. Raises as Base.of."""
-        if self.needed:
+        if self.is_needed:
             assert self.link is not None
             self.base = Base.of(self.link, directory)
 
     @staticmethod
     def is_for(item: ReadItem) -> bool:
-        """Whether it is one of `instead`'s own."""
+        """Tell whether an item is an own one, which `replace_items` put in the place of others."""
         return item.dest_index.fqn == REBUILT
 
     def pieces(self, item: ReadItem, value: io.BytesIO, checksum: bytes | None) -> Iterator[tuple[ReadItem, Tensor]]:
-        """The items that one of `instead`'s own replaces, each with its piece of the chunk. Raises as Base.rebuilt."""
+        """Yield the items that an own item replaces, each with its piece of the chunk. Raises as Base.rebuild."""
         index, items = self._waiting.pop(item.dest_index)
         self.metadata.storage_data.pop(Alias(REBUILT, item.dest_index.offset), None)
         assert self.base is not None
         try:
-            chunk = self.base.rebuilt(index, self.metadata, value.getvalue(), checksum)
+            chunk = self.base.rebuild(index, self.metadata, value.getvalue(), checksum)
         except (ValueError, OSError) as error:
             if WRITTEN in str(error):  # of the reader of the base
                 raise

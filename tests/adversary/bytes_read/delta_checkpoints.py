@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader, keep_latest, latest_verified
-from dcp_adapters.delta.coding.zstd import compressed, decompressed
+from dcp_adapters.delta.coding.zstd import compress, decompress
 from dcp_adapters.format.checksums import CHECKSUMS
 from dcp_adapters.format.manifest import MANIFEST, MANIFEST_JSON
 from dcp_adapters.torch_private import DELTA, is_marked
@@ -163,9 +163,9 @@ def _other_stream(rng: Random, record: Any, frame: list[Any], body: bytes, case:
             streams.append(body[at : at + length])
             at += length
     one = rng.randrange(len(frame[3]))
-    contents = decompressed(streams[place + one], 2**20, "stream")
+    contents = decompress(streams[place + one], 2**20, "stream")
     changed = rng.choice((changed_bytes(rng, contents, case.told), contents * 2, b"\xff" * 10**6, contents[:-1]))
-    streams[place + one] = compressed(changed, 3)
+    streams[place + one] = compress(changed, 3)
     frame[3][one] = len(streams[place + one])
     return json.dumps(record).encode(), b"".join(streams)
 

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load, save
 
 from dcp_adapters import apply_deltas, delta_from_bytes, delta_to_bytes, open_delta, patched_copy
-from dcp_adapters.delta.coding.zstd import compressed, decompressed
+from dcp_adapters.delta.coding.zstd import compress, decompress
 from dcp_adapters.delta.make import delta_between
-from dcp_adapters.delta.stored_states import InMemory, opened_state
+from dcp_adapters.delta.stored_states import InMemory, open_state
 from qtensor import Float8CurrentScaling, NVFP4BlockScaling, quantize
 from tests.adversary.bytes_read.changes import EXTREMES, as_text, changed_bytes, changed_json
 from tests.adversary.bytes_read.directories import joined, split
@@ -58,7 +58,7 @@ class Deltas:
             with alone():
                 dcp.save(states(number) | {"step": number}, checkpoint_id=base, planner=QuantizedSavePlanner())
         held = [InMemory(states(number)) for number in range(3)]
-        stored = [opened_state(base) for base in self.bases]
+        stored = [open_state(base) for base in self.bases]
         self.originals = {
             kind: [delta_to_bytes(delta_between(sides[at], sides[at + 1], versions=(at, at + 1))) for at in range(2)]
             for kind, sides in (("in memory", held), ("stored", stored))
@@ -163,7 +163,7 @@ class Deltas:
 
 
 def _values(path: Path) -> dict[str, Any]:
-    opened = opened_state(path, check=True)
+    opened = open_state(path, check=True)
     parts = {
         entry.key(part): tensor
         for entry in opened.entries.values()
@@ -203,16 +203,16 @@ def _header(rng: Random, data: bytes, told: list[str]) -> bytes:
 
 def _table(rng: Random, data: bytes, told: list[str]) -> bytes:
     tensors, header = _opened(data)
-    record = json.loads(decompressed(_bytes(tensors[TABLE]), 2**28, "table"))
+    record = json.loads(decompress(_bytes(tensors[TABLE]), 2**28, "table"))
     text = as_text(changed_json(rng, record, told))
-    table = compressed(text.encode(errors="surrogatepass"), 3)
+    table = compress(text.encode(errors="surrogatepass"), 3)
     return _written(tensors | {TABLE: _tensor(table)}, header | {TABLE: checksum(table)})
 
 
 def _stream(rng: Random, data: bytes, told: list[str]) -> bytes:
     """A frame or an entry of bytes with other contents, compressed and summed anew."""
     tensors, header = _opened(data)
-    record = json.loads(decompressed(_bytes(tensors[TABLE]), 2**28, "table"))
+    record = json.loads(decompress(_bytes(tensors[TABLE]), 2**28, "table"))
     number = rng.randrange(len(record["frames"]))
     frame, name = record["frames"][number], f"frame.{number:06d}"
     held, streams, at = _bytes(tensors[name]), [], 0
@@ -223,11 +223,11 @@ def _stream(rng: Random, data: bytes, told: list[str]) -> bytes:
     kind = rng.choice(("contents", "compressed bytes", "longer", "another's", "count"))
     told.append(f"{kind} of stream {one} of frame {number}")
     if kind == "contents":
-        streams[one] = compressed(changed_bytes(rng, decompressed(streams[one], 2**20, "stream"), told), 3)
+        streams[one] = compress(changed_bytes(rng, decompress(streams[one], 2**20, "stream"), told), 3)
     elif kind == "compressed bytes":
         streams[one] = changed_bytes(rng, streams[one], told)
     elif kind == "longer":
-        streams[one] = compressed(b"\xff" * rng.choice((100, 10**5, 10**8)), 3)
+        streams[one] = compress(b"\xff" * rng.choice((100, 10**5, 10**8)), 3)
     elif kind == "another's":
         streams[one] = rng.choice(streams)
     else:
@@ -235,7 +235,7 @@ def _stream(rng: Random, data: bytes, told: list[str]) -> bytes:
         frame[place] = rng.choice((frame[place] + 1, frame[place] - 1, 0, rng.choice(EXTREMES)))
     frame[4] = [len(stream) for stream in streams]
     frame[5] = checksum(b"".join(streams))
-    table = compressed(as_text(record).encode(), 3)
+    table = compress(as_text(record).encode(), 3)
     tensors |= {name: _tensor(b"".join(streams)), TABLE: _tensor(table)}
     return _written(tensors, header | {TABLE: checksum(table)})
 

@@ -16,14 +16,14 @@ from dcp_adapters.delta.coding.changes import (
     Changes,
     changes_between,
     global_changes,
-    joined,
+    join,
     local_changes,
     unit_of,
     unit_shape,
     units,
 )
-from dcp_adapters.delta.coding.codec import Coded, decoded, encoded
-from dcp_adapters.delta.coding.zstd import compressed, decompressed
+from dcp_adapters.delta.coding.codec import Coded, decode, encode
+from dcp_adapters.delta.coding.zstd import compress, decompress
 
 DTYPES = [
     torch.uint8, torch.bool, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16,
@@ -36,11 +36,11 @@ def of_bytes(data: bytes, dtype: torch.dtype) -> Tensor:
 
 
 def all_changes(old: Tensor, new: Tensor) -> Changes:
-    return joined(changes_between(old, new), unit_of(old.dtype))
+    return join(changes_between(old, new), unit_of(old.dtype))
 
 
 def again(found: Changes, unit: torch.dtype, extent: int) -> Changes:
-    return decoded(encoded(found, 0), unit, extent, "a frame") if len(found) else found
+    return decode(encode(found, 0), unit, extent, "a frame") if len(found) else found
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -136,7 +136,7 @@ def test_boxes_add_up_to_the_whole(shape: tuple[int, ...], dtype: torch.dtype) -
             assert torch.equal(back.positions, local.positions)
             assert torch.equal(back.steps, local.steps)
             found.append(there)
-        both = joined(found, unit_of(dtype))
+        both = join(found, unit_of(dtype))
         assert torch.equal(both.positions, whole.positions)
         assert torch.equal(both.steps, whole.steps)
 
@@ -144,7 +144,7 @@ def test_boxes_add_up_to_the_whole(shape: tuple[int, ...], dtype: torch.dtype) -
 def test_a_unit_that_two_shards_change_is_refused() -> None:
     one = Changes(torch.tensor([1, 5]), torch.tensor([1, 1], dtype=torch.int8))
     with pytest.raises(ValueError, match="two shards change the same unit; expected shards that hold each unit once"):
-        joined([one, one], torch.int8)
+        join([one, one], torch.int8)
 
 
 @pytest.mark.parametrize("probability", [0.3, 0.01, 0.001])
@@ -156,7 +156,7 @@ def test_the_code_is_near_to_the_entropy(probability: float) -> None:
     steps = torch.randint(0, 2, positions.shape, generator=generator).mul(2).sub(1).to(torch.int8)
     p = len(positions) / count
     entropy = count * -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) + len(positions)  # bits
-    assert 8 * len(encoded(Changes(positions, steps), 0).data) <= 1.05 * entropy + 8 * 300
+    assert 8 * len(encode(Changes(positions, steps), 0).data) <= 1.05 * entropy + 8 * 300
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_the_code_is_near_to_the_entropy(probability: float) -> None:
 
 def frame() -> Coded:
     found = Changes(torch.tensor([3, 700, 701, 9000]), torch.tensor([1, -1, 40, -300], dtype=torch.int16))
-    return encoded(found, 0)
+    return encode(found, 0)
 
 
 @pytest.mark.parametrize("at", range(0, 80, 3))
@@ -175,7 +175,7 @@ def test_a_changed_byte_is_an_error_or_decodes_to_something_in_bounds(at: int) -
         data[at % len(data)] ^= 1 << bit
         changed = Coded(coded.start, coded.count, coded.shift, coded.lengths, bytes(data))
         try:
-            found = decoded(changed, torch.int16, 10000, "a frame")
+            found = decode(changed, torch.int16, 10000, "a frame")
         except ValueError:
             continue
         assert bool((found.positions.diff() > 0).all())
@@ -198,23 +198,23 @@ def test_a_changed_byte_is_an_error_or_decodes_to_something_in_bounds(at: int) -
 )
 def test_figures_that_do_not_fit_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        decoded(Coded(**(vars(frame()) | fields)), torch.int16, 10000, "a frame")
+        decode(Coded(**(vars(frame()) | fields)), torch.int16, 10000, "a frame")
 
 
 def test_a_frame_that_says_it_holds_more_takes_no_memory_for_it() -> None:
-    bomb = compressed(b"\0" * 2**26, 19)
+    bomb = compress(b"\0" * 2**26, 19)
     with pytest.raises(ValueError, match="x is damaged: it holds more than the 100 bytes that it should"):
-        decompressed(bomb, 100, "x")
-    whole = compressed(b"abc" * 50, 19)
-    assert decompressed(whole, 150, "x") == b"abc" * 50
+        decompress(bomb, 100, "x")
+    whole = compress(b"abc" * 50, 19)
+    assert decompress(whole, 150, "x") == b"abc" * 50
     with pytest.raises(ValueError, match="x is damaged: it is cut off"):
-        decompressed(whole[:-1], 150, "x")
+        decompress(whole[:-1], 150, "x")
     with pytest.raises(ValueError, match="x is damaged: bytes follow its end"):
-        decompressed(whole + b"\0", 150, "x")
+        decompress(whole + b"\0", 150, "x")
 
 
 def test_without_zstd_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("compression.zstd", "backports.zstd"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r'Python has from 3.14 on; install "qtensor\[delta\]", or backports.zstd'):
-        compressed(b"", 1)
+        compress(b"", 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dcp_adapters.delta.coding import chunk as chunk_module
 from dcp_adapters.delta.coding import codec
-from dcp_adapters.delta.coding.chunk import coded_chunk, decoded_chunk
+from dcp_adapters.delta.coding.chunk import decode_chunk, encode_chunk
 from tests.dcp_adapters.delta.test_changes import DTYPES, same_bytes
 
 
@@ -20,7 +20,7 @@ def noise(count: int, seed: int) -> Tensor:
 
 
 def again(data: bytes, old: Tensor, like: Tensor) -> Tensor:
-    return decoded_chunk(data, like.dtype, tuple(like.shape), old.clone, "the chunk")
+    return decode_chunk(data, like.dtype, tuple(like.shape), old.clone, "the chunk")
 
 
 def kind(data: bytes) -> str:
@@ -37,7 +37,7 @@ def test_whatever_bytes_come_back(dtype: torch.dtype) -> None:
     cases = [(old, {"same"}), (few, {"changes"}), (many, {"changes", "whole"}), (noise(16 * 4096, 1), {"whole"})]
     for new, kinds in cases:
         before, after = ((raw % 2 if dtype == torch.bool else raw).view(dtype) for raw in (old, new))
-        data = coded_chunk(before, after)
+        data = encode_chunk(before, after)
         assert dtype == torch.bool or kind(data) in kinds
         assert len(data) <= after.nbytes + 20
         assert same_bytes(again(data, before, after), after)
@@ -47,7 +47,7 @@ def test_whatever_bytes_come_back(dtype: torch.dtype) -> None:
 def test_shapes_come_back(shape: tuple[int, ...]) -> None:
     for seed in (0, 1):
         old, new = torch.zeros(shape), torch.full(shape, float(seed))
-        found = again(coded_chunk(old, new), old, new)
+        found = again(encode_chunk(old, new), old, new)
         assert (found.shape, found.dtype) == (new.shape, new.dtype)
         assert torch.equal(found, new)
 
@@ -57,7 +57,7 @@ def test_more_changes_than_a_frame_holds(monkeypatch: pytest.MonkeyPatch) -> Non
     assert codec.MOST_CHANGES > 100
     old = torch.arange(3000, dtype=torch.float32)
     new = old + (torch.arange(3000) % 7 == 0)
-    data = coded_chunk(old, new)
+    data = encode_chunk(old, new)
     assert len(json.loads(data[: data.index(b"\n")])["frames"]) == 5
     assert torch.equal(again(data, old, new), new)
 
@@ -67,15 +67,15 @@ def test_what_does_not_compress_is_given_up_at_the_first_full_frame(monkeypatch:
     monkeypatch.setattr(chunk_module, "MOST_CHANGES", 1000)
     monkeypatch.setattr(chunk_module, "LOOK", 20)
     tried: list[int] = []
-    encoded = chunk_module.encoded
+    encoded = chunk_module.encode
 
     def counted(changes: codec.Changes, start: int, *, level: int | None = None) -> codec.Coded:
         tried.append(len(changes))
         return encoded(changes, start, level=level)
 
-    monkeypatch.setattr(chunk_module, "encoded", counted)
+    monkeypatch.setattr(chunk_module, "encode", counted)
     old, new = (noise(40_000, seed).view(torch.int32).view(torch.float32) for seed in (0, 1))
-    assert kind(coded_chunk(old, new)) == "whole"
+    assert kind(encode_chunk(old, new)) == "whole"
     assert tried == [1000, *[20] * chunk_module.LOOKS]
 
 
@@ -89,7 +89,7 @@ def test_a_chunk_that_begins_dense_and_goes_on_sparse_is_stored_as_changes(
     new = old.clone()
     for part in (slice(0, 2500), slice(12_000, 13_500)):  # a fifth of it, also in full runs behind the first
         new[part] = noise(80_000, 1).view(torch.int32).view(torch.float32)[part]
-    data = coded_chunk(old, new)
+    data = encode_chunk(old, new)
     assert kind(data) == "changes"
     assert len(data) < 0.3 * new.nbytes
     assert same_bytes(again(data, old, new), new)
@@ -103,7 +103,7 @@ def test_a_chunk_that_is_dense_is_stored_whole_whatever_the_pieces_say(monkeypat
     for number in range(chunk_module.LOOKS):
         at = 1000 + number * (9000 - 1) // (chunk_module.LOOKS - 1)
         new[at] = old[at]
-    data = coded_chunk(old, new)
+    data = encode_chunk(old, new)
     assert kind(data) == "whole"
     assert same_bytes(again(data, old, new), new)
 
@@ -125,13 +125,13 @@ def test_a_chunk_that_is_dense_is_stored_whole_whatever_the_pieces_say(monkeypat
 )
 def test_what_contradicts_itself_is_refused(data: bytes, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        decoded_chunk(data, torch.float32, (4,), lambda: torch.zeros(4), "the chunk")
+        decode_chunk(data, torch.float32, (4,), lambda: torch.zeros(4), "the chunk")
 
 
 def test_a_changed_byte_never_makes_more_than_another_tensor() -> None:
     old = torch.arange(4000, dtype=torch.float32)
     new = old + (torch.arange(4000) % 31 == 0)
-    sound = coded_chunk(old, new)
+    sound = encode_chunk(old, new)
     for at in range(0, len(sound), 3):
         data = bytearray(sound)
         data[at] ^= 1 << (at % 8)

@@ -20,7 +20,7 @@ from dcp_adapters.delta.coding import codec
 from dcp_adapters.delta.coding.changes import Changes
 from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.layout import StateLayout
-from dcp_adapters.delta.make import delta_between, layout_of, summed
+from dcp_adapters.delta.make import delta_between, layout_of, sum_state
 from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.patch_format import METADATA, delta_from_bytes, delta_to_bytes, open_delta, save_delta
 from dcp_adapters.delta.stored_states import InMemory
@@ -204,18 +204,18 @@ def rewritten(made: Delta, change: Any) -> bytes:
     """A file with another table, and checksums that fit it: what a careless or hostile writer makes."""
     from safetensors.torch import load, save
 
-    from dcp_adapters.delta.coding.zstd import compressed, decompressed
+    from dcp_adapters.delta.coding.zstd import compress, decompress
     from dcp_adapters.delta.patch import checksum
     from dcp_adapters.delta.patch_format import _bytes, _json, _tensor
 
     data = delta_to_bytes(made)
     tensors = load(data)
-    table = json.loads(decompressed(_bytes(tensors["table"], "", ""), 2**20, ""))
+    table = json.loads(decompress(_bytes(tensors["table"], "", ""), 2**20, ""))
     header = json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"][METADATA])[
         "header"
     ]
     change(table, header)
-    tensors["table"] = _tensor(compressed(json.dumps(table).encode(), 3))
+    tensors["table"] = _tensor(compress(json.dumps(table).encode(), 3))
     header["table"] = checksum(_bytes(tensors["table"], "", ""))
     return bytes(save(tensors, {METADATA: _json({"header": header, "checksum": checksum(_json(header).encode())})}))
 
@@ -374,7 +374,7 @@ def test_a_file_of_this_format_version_stays_readable() -> None:
     assert apply_deltas(target, [found]) == 1
     assert_same(target, golden(1))
     assert (found.base_version, found.version) == (4, 5)
-    assert found.result == summed(InMemory(golden(1))).digest
+    assert found.result == sum_state(InMemory(golden(1))).digest
 
 
 def golden(number: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from dcp_adapters.format.rotations import inputs
+from dcp_adapters.format.rotations import say_inputs
 from layerwise import AWQ, GPTAQ, GPTQ, Max, SmoothQuant, rotate_inputs_
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize_, quantized_model_init
 from qtensor.products.input_rotation import hadamard, input_rotations, rotate_inputs_of
@@ -195,7 +195,7 @@ def test_files_fit_models_that_rotate_alike(online: dict[str, int], tmp_path: Pa
     for module in input_rotations(model):
         model.get_submodule(module).input_rotation = torch.zeros(online["*." + module.rpartition(".")[2]], dtype=U8)
     at, block = ("o_proj", BLOCK) if "*.o_proj" in online else ("down_proj", online.get("*.down_proj", 0))
-    on_disk, own = inputs(0 if at == "o_proj" else BLOCK), inputs(block)
+    on_disk, own = say_inputs(0 if at == "o_proj" else BLOCK), say_inputs(block)
     message = (
         f"^calibrate: layers.0.{at}.weight in .*rotated is for {on_disk}, and the model has {own}; "
         "layerwise.rotate_inputs_ gives a model the rotations of its files"
