@@ -7,7 +7,7 @@ from typing import Any
 from dcp_adapters.cli.arguments import add_checksums, add_json, add_progress, open_stored
 from dcp_adapters.cli.printing import FINE, show, warn
 from dcp_adapters.convert.convert_checkpoint import convert_checkpoint, plan_conversion
-from dcp_adapters.format.recipe_names import DTYPES, short_names, target_named
+from dcp_adapters.format.recipe_names import DTYPES, find_target, short_names
 from dcp_adapters.plain.progress_bar import progress_bar
 
 ABOUT = """\
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the copy, and print what was rounded."""
-    to = target_named(arguments.to, _options(arguments.option))
+    to = find_target(arguments.to, _options(arguments.option))
     source = open_stored(arguments.source, check=arguments.checksums)
     plan = plan_conversion(source.entries, to, arguments.include, arguments.exclude)
     for pattern in plan.idle:

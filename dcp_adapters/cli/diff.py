@@ -19,7 +19,7 @@ from dcp_adapters.cli.printing import FINE, FOUND, show
 from dcp_adapters.format.entry import Entry, parts_of
 from dcp_adapters.format.recipe_names import dtype_name
 from dcp_adapters.format.source import Stored
-from dcp_adapters.plain.progress_bar import Advance, progress_bar, unseen
+from dcp_adapters.plain.progress_bar import Advance, ignore_progress, progress_bar
 from dcp_adapters.plain.tables import table
 from dcp_adapters.plain.words import in_natural_order
 from dcp_adapters.stored.numeric_error import SLICE, Error, error_between
@@ -110,7 +110,7 @@ class Diff:
         return f"{body}\n\n{len(self.differences)} of {self.compared} entries differ"
 
 
-def diff(a: Stored, b: Stored, *, advance: Advance = unseen) -> Diff:
+def diff(a: Stored, b: Stored, *, advance: Advance = ignore_progress) -> Diff:
     """Compare two checkpoints; `advance` is told the bytes of A that are done.
 
     Raises:

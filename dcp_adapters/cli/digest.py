@@ -8,10 +8,10 @@ from typing import Any
 from dcp_adapters.cli.arguments import add_json, add_progress
 from dcp_adapters.cli.printing import FINE, FOUND, show
 from dcp_adapters.digests.stored import source_digests, stored_source
-from dcp_adapters.format.weight_sums import DigestDifference, first_difference, whole_digest, with_twins
+from dcp_adapters.format.weight_sums import DigestDifference, add_twins, first_difference, whole_digest
 from dcp_adapters.hf.exporting.sources import StoredSource
 from dcp_adapters.hf.reading.stored_directory import is_directory
-from dcp_adapters.plain.progress_bar import Advance, progress_bar, unseen
+from dcp_adapters.plain.progress_bar import Advance, ignore_progress, progress_bar
 
 FORMAT = "dcp_adapters.digest/1"
 KINDS = {
@@ -136,7 +136,7 @@ def opened(paths: list[str], prefix: str | None) -> list[StoredSource]:
     return sources
 
 
-def digest_of_each(paths: list[str], sources: list[StoredSource], *, advance: Advance = unseen) -> Found:
+def digest_of_each(paths: list[str], sources: list[StoredSource], *, advance: Advance = ignore_progress) -> Found:
     """The digests of what was opened.
 
     A directory leaves out a tensor that is tied to another one. Where the other side has both, and they hold the same
@@ -145,5 +145,5 @@ def digest_of_each(paths: list[str], sources: list[StoredSource], *, advance: Ad
     tensors = [source_digests(source, advance=advance) for source in sources]
     if len(paths) == 2:
         a, b = tensors
-        tensors = [with_twins(a, b) if is_directory(paths[0]) else a, with_twins(b, a) if is_directory(paths[1]) else b]
+        tensors = [add_twins(a, b) if is_directory(paths[0]) else a, add_twins(b, a) if is_directory(paths[1]) else b]
     return Found([Side(path, own, source.recorded) for path, own, source in zip(paths, tensors, sources, strict=True)])

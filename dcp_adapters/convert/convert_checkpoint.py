@@ -100,7 +100,7 @@ def plan_conversion(
                 f"{len(obstacles)} of {len(selected)} selected tensors can not be quantized as {to}; leave them out "
                 "with --exclude:\n" + "\n".join(obstacles)
             )
-    named = frozenset(tensor.name for tensor in selected if not _is(tensor, to))
+    named = frozenset(tensor.name for tensor in selected if not _is_in_format(tensor, to))
     return ConversionPlan(to, named, tuple(unmatched(exclude, tensors)))
 
 
@@ -134,7 +134,7 @@ def convert_checkpoint(
     return Outcome(str(source.path), str(final), plan.to, tensors, copied)
 
 
-def converted(value: Tensor, to: Target) -> Tensor:
+def convert_tensor(value: Tensor, to: Target) -> Tensor:
     """A tensor in the target format; the appearance dtype of a quantized one is kept."""
     if isinstance(to, torch.dtype):
         assert isinstance(value, QuantizedTensor)
@@ -147,7 +147,7 @@ def converted(value: Tensor, to: Target) -> Tensor:
     return QuantizedTensor.from_parts(parts, to, value.dtype)
 
 
-def _is(tensor: Entry, to: Target) -> bool:
+def _is_in_format(tensor: Entry, to: Target) -> bool:
     """Whether a tensor is in the target format already."""
     return isinstance(to, Recipe) and tensor.recipe is not None and tensor.recipe.stored == to.stored
 
@@ -171,11 +171,11 @@ def _obstacle(tensor: Entry, recipe: Recipe) -> str | None:
 
 def _write(source: Stored, directory: Path, plan: ConversionPlan, advance: Advance) -> dict[str, Error]:
     """The errors of the tensors that were converted, by name."""
-    state: dict[str, Any] = {name: _stand_in(_written(entry, plan)) for name, entry in source.entries.items()}
+    state: dict[str, Any] = {name: _stand_in(_written_entry(entry, plan)) for name, entry in source.entries.items()}
     state |= {name: _Bytes() for name in source.blobs}
     state = {name: state[name] for name in source.names}
     entries = {
-        key: tensor.name for tensor in source.entries.values() for key in _written(tensor, plan).part_keys()
+        key: tensor.name for tensor in source.entries.values() for key in _written_entry(tensor, plan).part_keys()
     }  # written key -> name of its tensor
     stream = EntryStream(source, plan, entries, advance)
     # one thread and no copying ahead: the writer asks for an entry, writes it, and asks for the next
@@ -220,17 +220,17 @@ class EntryStream:
             return io.BytesIO(self.source.read_blob(entry))
         if entry not in self.pending:
             self.pending = {}
-            self.pending = self._made(self.entries[entry])
+            self.pending = self._make(self.entries[entry])
         self.handed = self.pending.pop(entry)
         return self.handed
 
-    def _made(self, name: str) -> dict[str, Tensor]:
+    def _make(self, name: str) -> dict[str, Tensor]:
         stored, value = self.source.entries[name], self.source.read(name)
         if name in self.plan.changes:
-            before, value = value, converted(value, self.plan.to)
+            before, value = value, convert_tensor(value, self.plan.to)
             self.errors[name] = error_between(before, value)
         self.advance(stored.nbytes)
-        return {stored.key(part): _alone(data) for part, data in parts_of(value).items()}
+        return {stored.key(part): _own_storage(data) for part, data in parts_of(value).items()}
 
 
 class _StreamingPlanner(QuantizedSavePlanner):
@@ -249,7 +249,7 @@ class _StreamingPlanner(QuantizedSavePlanner):
         plans, metadata = super().create_global_plan(all_plans)
         source, plan = self.stream.source, self.stream.plan
         # their masters are copied, and are not what the new bytes were made from
-        written = {name: _written(entry, plan) for name, entry in source.entries.items()}
+        written = {name: _written_entry(entry, plan) for name, entry in source.entries.items()}
         mastered = Masters.among(written, source.converted | {*plan.changes}).beside
         converted_now = source.converted | {*plan.changes} & mastered.keys()
         if converted_now:
@@ -270,7 +270,7 @@ class _StreamingPlanner(QuantizedSavePlanner):
         return super().transform_object(write_item, object)
 
 
-def _written(entry: Entry, plan: ConversionPlan) -> Entry:
+def _written_entry(entry: Entry, plan: ConversionPlan) -> Entry:
     """A tensor as it will be written."""
     if entry.name not in plan.changes:
         return entry
@@ -295,7 +295,7 @@ def _paths(source: Stored, plan: ConversionPlan) -> dict[str, tuple[Any, ...]]:
         if first not in stored:
             continue
         place = _weight_path(stored[first], first[len(name) :])
-        for key in _written(entry, plan).part_keys():
+        for key in _written_entry(entry, plan).part_keys():
             paths[key] = _part_path(place, key[len(name) :])
     return paths
 
@@ -315,7 +315,7 @@ def _part_path(path: tuple[Any, ...], suffix: str) -> tuple[Any, ...]:
     return (*path, suffix[1:]) if isinstance(path[-1], int) else (*path[:-1], f"{path[-1]}{suffix}")
 
 
-def _alone(data: Tensor) -> Tensor:
+def _own_storage(data: Tensor) -> Tensor:
     """A contiguous tensor that has its storage for itself."""
     data = data.detach().contiguous()
     return data if data.untyped_storage().nbytes() == data.nbytes else data.clone()

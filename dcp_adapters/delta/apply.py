@@ -20,7 +20,7 @@ from dcp_adapters.delta.chain import check_chain, deltas_left
 from dcp_adapters.delta.coding.changes import Changes, local_changes, unit_shape, units
 from dcp_adapters.delta.make import refuse_other_layout
 from dcp_adapters.delta.patch import Delta
-from dcp_adapters.delta.shards import Shard, Shards, added_up, refuse_other_ranks, whole_group
+from dcp_adapters.delta.shards import Shard, Shards, add_up, refuse_other_ranks, whole_group
 from dcp_adapters.delta.state_digest import state_digest
 from dcp_adapters.format.expand import quantized_local
 from dcp_adapters.plain.words import in_lines
@@ -77,7 +77,7 @@ def apply_deltas(
     if not left:
         return 0
     with raise_together(group):
-        written, sums = _made(shards, left)
+        written, sums = _find_written(shards, left)
     with raise_together(group):
         digest = _digest(shards, sums, group)
         if digest != left[-1].result:
@@ -93,7 +93,7 @@ def apply_deltas(
             for key, change in written.items():
                 if change is not None:
                     _write(shards.held[key].piece.data, *change)
-            _note(leaves, {shards.layout.owners[key][0] for key in written})
+            _note_written(leaves, {shards.layout.owners[key][0] for key in written})
         except Exception as error:
             raise RuntimeError(
                 f"apply_deltas: writing failed ({type(error).__name__}: {error}), so the target is neither the version "
@@ -122,7 +122,7 @@ def _refuse_meeting(shards: Shards, written: Mapping[str, Written]) -> None:
         data = {key: shards.held[key].piece.data for key in keys}
         for key, why in unwritable(data).items():  # it does not change itself, and others on its memory do
             raise ValueError(f"{key} shares memory with others that change, and {why}; the target is as it was")
-        copies = _copied_together(data)
+        copies = _copy_together(data)
         for key in keys:
             if (change := written.get(key)) is not None:
                 _write(copies[key], *change)
@@ -138,7 +138,7 @@ def _refuse_meeting(shards: Shards, written: Mapping[str, Written]) -> None:
                 )
 
 
-def _copied_together(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_together(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors in a copy of the memory that they share, on the CPU, that lie on each other as they do."""
     begin, end = min(span_of(each)[0] for each in data.values()), max(span_of(each)[1] for each in data.values())
     memory = torch.zeros(end - begin, dtype=torch.uint8, device="cpu")
@@ -154,12 +154,12 @@ def _copied_together(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _digest(shards: Shards, sums: Tensor, group: dist.ProcessGroup | None) -> str:
-    totals = added_up(sums, group)
+    totals = add_up(sums, group)
     shards.refuse_other_replicas(totals)
     return state_digest(shards.layout, shards.named(totals[0]), {})
 
 
-def _made(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Written], Tensor]:
+def _find_written(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Written], Tensor]:
     """Key -> what will be written, for all that changes on any rank; and the sums of the shards afterwards.
 
     The sums are int64 [3, keys].
@@ -172,7 +172,7 @@ def _made(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Written], 
         for delta in deltas:
             for found in delta.changes(key):
                 written[key] = None
-                own.append(_of_shard(shard, delta, found))
+                own.append(_changes_of_shard(shard, delta, found))
         if any(map(len, own)):
             data = data.to("cpu", copy=True, memory_format=torch.contiguous_format)
             flat = units(data)
@@ -185,7 +185,7 @@ def _made(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Written], 
     return written, torch.cat(sums, dim=1) if sums else torch.zeros(3, 0, dtype=torch.int64, device="cpu")
 
 
-def _of_shard(shard: Shard, delta: Delta, changes: Changes) -> Changes:
+def _changes_of_shard(shard: Shard, delta: Delta, changes: Changes) -> Changes:
     """Those in a shard, by positions in it."""
     if not shard.piece.data.numel():
         return Changes(changes.positions[:0], changes.steps[:0])
@@ -196,7 +196,7 @@ def _of_shard(shard: Shard, delta: Delta, changes: Changes) -> Changes:
     return local_changes(changes, unit_shape(dtype, shape), offsets, sizes)
 
 
-def _note(leaves: Mapping[str, Any], names: Iterable[str]) -> None:
+def _note_written(leaves: Mapping[str, Any], names: Iterable[str]) -> None:
     """These have been written, here or on another rank: torch is told, and preserved initial values are stale."""
     for name in names:
         q = quantized_local(leaves[name])

@@ -213,7 +213,7 @@ def _holds(out: Path, delta: Delta) -> bool:
         return False
 
 
-def _changed(layout: StateLayout, deltas: Sequence[Delta]) -> list[str]:
+def _changed_keys(layout: StateLayout, deltas: Sequence[Delta]) -> list[str]:
     return [key for run in layout.runs for key in run.keys if any(any(delta.changes(key)) for delta in deltas)]
 
 
@@ -221,7 +221,7 @@ def _check_result(patched: Patched, before: Summed, result: str, advance: Advanc
     """The patched state. Raises ValueError where the deltas, all decoded here, do not lead to what they say."""
     layout = before.layout
     sums = dict(before.sums)
-    for key in _changed(layout, patched.deltas):
+    for key in _changed_keys(layout, patched.deltas):
         tensor = patched.part(*layout.owners[key])
         sums[key] = sum_of(tensor)
         advance(tensor.nbytes)
@@ -239,7 +239,7 @@ def _write_files(patched: Patched, source: StoredFiles, after: Summed, final: Pa
     begun = hidden_name(final)
     with remove_on_error(begun):
         shutil.copytree(source.path, begun)
-        names = set(_changed(layout_of(source), patched.deltas))
+        names = set(_changed_keys(layout_of(source), patched.deltas))
         digests = {name: file_tensor_digest(*after.layout.parts[name], total) for name, total in after.sums.items()}
         for file in source.file_bytes():
             here = [name for name, tensor in source.tensors.items() if tensor.file == file and name in names]

@@ -20,7 +20,7 @@ from dcp_adapters.delta.coding.changes import Changes, changes_between, global_c
 from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.make import refuse_empty, refuse_other_layout
 from dcp_adapters.delta.patch import Delta
-from dcp_adapters.delta.shards import Shard, Shards, added_up, refuse_other_ranks, whole_group
+from dcp_adapters.delta.shards import Shard, Shards, add_up, refuse_other_ranks, whole_group
 from dcp_adapters.delta.state_digest import state_digest
 from fsdp_hooks.ranks.across_ranks import ALONE, device_of, is_first, on_first, raise_together, ranks_of
 from fsdp_hooks.ranks.waiting import waited_for
@@ -73,7 +73,7 @@ class HeldVersion:
             changes = {key: self._changes(shard) for key, shard in shards.held.items()}
             kept = {key: piece.data for key, piece in self._kept.items()}
             sums = torch.stack([shards.sums(kept), shards.sums(shards.data)])
-        totals = added_up(sums, self.group)  # [old and new, 3, keys]
+        totals = add_up(sums, self.group)  # [old and new, 3, keys]
         shards.refuse_other_replicas(totals[1])
         before, after = shards.named(totals[0, 0]), shards.named(totals[1, 0])
         digests = state_digest(self.layout, before, {}), state_digest(self.layout, after, {})
@@ -84,7 +84,7 @@ class HeldVersion:
                 encoder.add(key, join(found, unit_of(self.layout.parts[key][0])))
 
         for bucket in _buckets(changes, self.group):
-            gathered = _gathered({key: changes[key] for key in bucket.keys}, bucket, self.group)
+            gathered = _gather({key: changes[key] for key in bucket.keys}, bucket, self.group)
             on_first(self.group or ALONE, lambda gathered=gathered: encode(gathered))  # type: ignore[misc]
         made: list[Delta] = []
         versions = self.version, version
@@ -173,7 +173,7 @@ def _buckets(changes: Mapping[str, Changes], group: dist.ProcessGroup | None) ->
     return [_Bucket([keys[n] for n in numbers], counts[:, numbers], widths[numbers]) for numbers in found if numbers]
 
 
-def _gathered(
+def _gather(
     changes: Mapping[str, Changes], bucket: _Bucket, group: dist.ProcessGroup | None
 ) -> dict[str, list[Changes]]:
     """Key -> the changes of all ranks, on rank 0; empty elsewhere. One collective."""
@@ -191,8 +191,8 @@ def _gathered(
         at, host = 0, data.to("cpu")
         for number, (key, found) in enumerate(changes.items()):
             count = int(bucket.counts[rank, number])
-            positions, at = _taken(host, at, count, torch.int64)
-            steps, at = _taken(host, at, count, found.steps.dtype)
+            positions, at = _take(host, at, count, torch.int64)
+            steps, at = _take(host, at, count, found.steps.dtype)
             if count:
                 out[key].append(Changes(positions, steps))
     return out
@@ -202,7 +202,7 @@ def _raw(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-def _taken(data: Tensor, at: int, count: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+def _take(data: Tensor, at: int, count: int, dtype: torch.dtype) -> tuple[Tensor, int]:
     """`count` values that begin at a byte, and where the next begin."""
     end = at + count * dtype.itemsize
     return data[at:end].clone().view(dtype), end

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from dcp_adapters.delta.coding.changes import Changes
-from dcp_adapters.delta.coding.codec import Coded, checked, decode
+from dcp_adapters.delta.coding.codec import Coded, check_coded, decode
 from dcp_adapters.delta.coding.damage import damaged
 from dcp_adapters.delta.coding.zstd import compress, decompress
 from dcp_adapters.delta.layout import StateLayout
@@ -103,7 +103,7 @@ class Delta:
             index, frame = frames[place]
             if frame.coded.start >= end:
                 break
-            found = self._decoded(index, _following(frames, place))
+            found = self._decode(index, _next_start(frames, place))
             low, high = (int(torch.searchsorted(found.positions, edge)) for edge in (first, end))
             if high > low:
                 yield Changes(found.positions[low:high] - first, found.steps[low:high])
@@ -113,7 +113,7 @@ class Delta:
         for number, blob in enumerate(self.blobs):
             if blob.name == name:
                 what = f"{self.where}: {name}"
-                data = decompress(self._checked(blob_name(number), blob.checksum), blob.size, what)
+                data = decompress(self._read_checked(blob_name(number), blob.checksum), blob.size, what)
                 if len(data) != blob.size:
                     raise damaged(what, f"{len(data)} bytes, expected {blob.size}")
                 return data
@@ -132,7 +132,7 @@ class Delta:
                 if start <= before or (before < 0 and start):
                     raise damaged(what, f"it begins at {start}, the one before at {before}")
                 before = start
-                checked(frame.coded, runs[number].unit, runs[number].extent, what)
+                check_coded(frame.coded, runs[number].unit, runs[number].extent, what)
         strange = [blob.name for blob in self.blobs if blob.name not in self.layout.blobs]
         if strange:
             raise damaged(self.where, f"{short(strange[0])} is no entry of bytes of its state")
@@ -141,7 +141,7 @@ class Delta:
         """Decode everything. Raises ValueError where something is damaged."""
         for frames in self._frames_of.values():
             for place, (index, _) in enumerate(frames):
-                self._decoded(index, _following(frames, place))
+                self._decode(index, _next_start(frames, place))
         for blob in self.blobs:
             self.blob(blob.name)
 
@@ -163,28 +163,28 @@ class Delta:
         """The frame decoded last of each run: tensors are asked for one after the other."""
         return {}
 
-    def _decoded(self, index: int, following: int | None) -> Changes:
+    def _decode(self, index: int, following: int | None) -> Changes:
         frame = self.frames[index]
         held = self._last.get(frame.run)
         if held is not None and held[0] == index:
             return held[1]
         what = f"{self.where}: frame {index}"
         run = self.layout.runs[frame.run]
-        data = self._checked(frame_name(index), frame.checksum)
+        data = self._read_checked(frame_name(index), frame.checksum)
         found = decode(replace(frame.coded, data=data), run.unit, run.extent, what)
         if following is not None and int(found.positions[-1]) + 1 != following:
             raise damaged(what, "the next one does not begin where it ends")
         self._last[frame.run] = index, found
         return found
 
-    def _checked(self, name: str, expected: str) -> bytes:
+    def _read_checked(self, name: str, expected: str) -> bytes:
         data = self.read(name)
         if checksum(data) != expected:
             raise damaged(self.where, f"{name} has checksum {checksum(data)}, expected {expected}")
         return data
 
 
-def _following(frames: list[tuple[int, CodedFrame]], place: int) -> int | None:
+def _next_start(frames: list[tuple[int, CodedFrame]], place: int) -> int | None:
     """Where the next frame of a run begins; None after the last."""
     return frames[place + 1][1].coded.start if place + 1 < len(frames) else None
 

@@ -73,7 +73,7 @@ def delta_from_bytes(data: bytes, where: str = "the delta") -> Delta:
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{where} is damaged or no delta: {error}; get it again") from error
-    return _parsed(metadata, lambda name: _bytes(tensors.get(name), name, where), where)
+    return _parse(metadata, lambda name: _bytes(tensors.get(name), name, where), where)
 
 
 def save_delta(delta: Delta, path: str | os.PathLike[str]) -> Path:
@@ -114,7 +114,7 @@ def open_delta(path: str | os.PathLike[str]) -> Delta:
         names, metadata = set(opened.keys()), opened.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or no delta: {error}; get it again") from error
-    return _parsed(
+    return _parse(
         metadata, lambda name: _bytes(opened.get_tensor(name) if name in names else None, name, str(path)), str(path)
     )
 
@@ -140,14 +140,14 @@ def _table(delta: Delta) -> dict[str, Any]:
     }
 
 
-def _parsed(metadata: Mapping[str, str], read: Read, where: str) -> Delta:
+def _parse(metadata: Mapping[str, str], read: Read, where: str) -> Delta:
     header = _header(metadata, where)
     table = read(TABLE)
     if checksum(table) != header[TABLE]:
         raise damaged(where, "its table has another checksum than its header says")
     text = decompress(table, MOST_TABLE, f"{where}: its table")
     try:
-        parsed = _parsed_table(json.loads(text))
+        parsed = _parse_table(json.loads(text))
     except (ValueError, *MALFORMED) as error:
         raise damaged(where, f"its table is malformed: {type(error).__name__}: {error}") from error
     delta = Delta(header["base"], header["result"], *parsed, read, where=where)
@@ -181,7 +181,7 @@ def _header(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
     return header
 
 
-def _parsed_table(record: Any) -> tuple[StateLayout, tuple[CodedFrame, ...], tuple[Blob, ...]]:
+def _parse_table(record: Any) -> tuple[StateLayout, tuple[CodedFrame, ...], tuple[Blob, ...]]:
     recipes = [Recipe.from_json(recipe) for recipe in record["recipes"]]
     entries = {}
     for name, (number, dtype, shape) in record["entries"].items():

@@ -142,7 +142,7 @@ def refuse_other_ranks(layout: StateLayout, deltas: Sequence[str], group: dist.P
     )
 
 
-def added_up(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def add_up(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """int64 CPU values, summed over the ranks of a group; as they are without one."""
     if group is None:
         return values

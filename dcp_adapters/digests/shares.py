@@ -20,7 +20,7 @@ from dcp_adapters.format.expand import entry_of, quantized_local, settled_parts
 from dcp_adapters.format.part_places import Box, box_of, part_box
 from dcp_adapters.format.placements import placement_problem
 from dcp_adapters.format.weight_sums import digested_parts
-from dcp_adapters.plain.plain_memory import without_bytes
+from dcp_adapters.plain.plain_memory import why_no_bytes
 from fsdp_hooks.kernels.byte_sums import TensorPiece
 from fsdp_hooks.ranks.across_ranks import Ranks, is_counted, is_first
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
@@ -87,7 +87,7 @@ class Shares:
         found = []
         for place in places:
             data, (dtype, shape) = parts[place.part], place.whole
-            reason = without_bytes(data)
+            reason = why_no_bytes(data)
             if reason is not None:
                 raise ValueError(f"{name}: {reason}")
             if place.box is not None and tuple(data.shape) != place.box[1]:

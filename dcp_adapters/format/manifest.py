@@ -124,14 +124,14 @@ class Manifest:
             )
         version = _version_of(record)
         try:
-            recipes = [_parsed_recipe(recipe) for recipe in record["recipes"]]
-            tensors = _parsed_tensors(record["tensors"], recipes)
+            recipes = [_parse_recipe(recipe) for recipe in record["recipes"]]
+            tensors = _parse_tensors(record["tensors"], recipes)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"the checkpoint's qtensor.manifest is malformed: {type(error).__name__}: {error}; {USE_ANOTHER}"
             ) from error
         base = BaseLink.from_json(record.get("base")) if version == DELTA_VERSION else None
-        return Manifest(tensors, version, _parsed_digests(record.get("digests", {})), base)
+        return Manifest(tensors, version, _parse_digests(record.get("digests", {})), base)
 
     def to_tensor(self) -> Tensor:
         """uint8 [bytes]: UTF-8 JSON with sorted keys."""
@@ -192,7 +192,7 @@ def _version_of(record: Mapping[str, Any]) -> int:
     return version
 
 
-def _parsed_recipe(value: Any) -> Recipe:
+def _parse_recipe(value: Any) -> Recipe:
     try:
         return Recipe.from_json(value)
     except ValueError as error:
@@ -202,18 +202,18 @@ def _parsed_recipe(value: Any) -> Recipe:
         ) from error
 
 
-def _parsed_tensors(records: Mapping[str, Any], recipes: list[Recipe]) -> dict[str, Entry]:
+def _parse_tensors(records: Mapping[str, Any], recipes: list[Recipe]) -> dict[str, Entry]:
     tensors: dict[str, Entry] = {}
     parsed: dict[int, Entry] = {}  # by the record itself, which tensors alike share (to_json), also when unpickled
     for name, record in records.items():
         like = parsed.get(id(record))
         if like is None or type(name) is not str:
-            like = parsed[id(record)] = _parsed_entry(name, record, recipes)
+            like = parsed[id(record)] = _parse_entry(name, record, recipes)
         tensors[name] = Entry(name, like.recipe, like.shape, like.dtype)
     return tensors
 
 
-def _parsed_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> Entry:
+def _parse_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> Entry:
     index, dtype = value["recipe"], value["dtype"]
     if type(name) is not str or type(index) is not int or index < 0:
         raise TypeError(f"{short(name)} has the recipe {short(index)}, expected a name and the number of a recipe")
@@ -231,7 +231,7 @@ def _parsed_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) ->
     return entry
 
 
-def _parsed_digests(value: Any) -> dict[str, str]:
+def _parse_digests(value: Any) -> dict[str, str]:
     digests = dict(value) if isinstance(value, Mapping) else {"": value}
     wrong = [digest for digest in digests.values() if type(digest) is not str or not DIGEST.fullmatch(digest)]
     if wrong:

@@ -40,7 +40,7 @@ class DigestDifference(NamedTuple):
     kind: str  # only_in_a, only_in_b, other
 
 
-def counts(spec: PartSpec) -> bool:
+def is_digested(spec: PartSpec) -> bool:
     """Whether a part is in the digest: all but histories."""
     return spec.length is None
 
@@ -48,18 +48,18 @@ def counts(spec: PartSpec) -> bool:
 def digested_parts(entry: Entry) -> dict[str, PartShape]:
     """Part -> (dtype, global shape) of the parts that are in the digest."""
     parts = entry.parts()
-    return {spec.name: parts[spec.name] for spec in entry.specs() if counts(spec)}
+    return {spec.name: parts[spec.name] for spec in entry.specs() if is_digested(spec)}
 
 
 def tensor_digest(sums: Iterable[PartSum]) -> str:
     """The digest of a tensor, from the sums of all of its parts, in any order."""
     rows = sorted([part, dtype_name(dtype), list(shape), total % 2**64] for part, dtype, shape, total in sums)
-    return _hashed(rows)
+    return _hash(rows)
 
 
 def whole_digest(tensors: Mapping[str, str]) -> str:
     """The digest of tensors of these names and digests, in any order."""
-    return _hashed(sorted(tensors.items()))
+    return _hash(sorted(tensors.items()))
 
 
 def first_difference(a: Mapping[str, str], b: Mapping[str, str]) -> DigestDifference | None:
@@ -84,5 +84,5 @@ def add_twins(tensors: Mapping[str, str], other: Mapping[str, str]) -> dict[str,
     }
 
 
-def _hashed(record: object) -> str:
+def _hash(record: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(record, separators=(",", ":")).encode())

@@ -35,7 +35,7 @@ def table(
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        return _plain(columns, rows, right)
+        return _align(columns, rows, right)
     coloured = style is not None and _has_colours()
     grid = Table(box=None, pad_edge=False, header_style="bold" if coloured else "")
     for column in columns:
@@ -48,7 +48,7 @@ def table(
     console = Console(file=io.StringIO(), width=width, force_terminal=coloured)
     with console.capture() as captured:
         console.print(grid)
-    return _trimmed(captured.get())
+    return _trim(captured.get())
 
 
 def sanitize(words: str) -> str:
@@ -69,7 +69,7 @@ def _has_colours() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _plain(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> str:
+def _align(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> str:
     widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
     lines = [
         " ".join(
@@ -78,8 +78,8 @@ def _plain(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequenc
         )
         for line in (columns, *rows)
     ]
-    return _trimmed("\n".join(lines))
+    return _trim("\n".join(lines))
 
 
-def _trimmed(text: str) -> str:
+def _trim(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.rstrip().splitlines())

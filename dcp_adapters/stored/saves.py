@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dcp_adapters.format.manifest import base_of
 from dcp_adapters.format.soundness import Level, check_level
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 from dcp_adapters.stored.reading.metadata_checks import METADATA
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 from dcp_adapters.stored.removal import is_save, remove_unneeded
@@ -222,7 +222,7 @@ def _newest_verified(candidates: Iterable[Path], count: int, level: Level) -> Re
         else:
             skipped.append(Skipped(path, reason))
     if skipped:
-        passed = listed(skipped, between="; ", last="; ")
+        passed = few_of(skipped, between="; ", last="; ")
         warnings.warn(f"saves that do not verify were passed over: {passed}", stacklevel=4)
     return Retained(tuple(verified), (), (), tuple(skipped))
 

@@ -48,7 +48,7 @@ class Pass:
         """Stage what the pass has for a name; the tensor itself is not kept."""
         host = tensor.to("cpu")
         self._sums[name] = sum_of(host)
-        staged = _sparse(self._kept.tensors[name], host) if name in self._kept.tensors else None
+        staged = _sparse_changes(self._kept.tensors[name], host) if name in self._kept.tensors else None
         if staged is None:
             # contiguous, or later changes would be added to a copy
             self._staged[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -96,7 +96,7 @@ class Pass:
         return changes_between(self._kept.tensors[name], staged) if isinstance(staged, Tensor) else staged
 
 
-def _sparse(old: Tensor, new: Tensor) -> list[Changes] | None:
+def _sparse_changes(old: Tensor, new: Tensor) -> list[Changes] | None:
     """What changed, in pieces; None where these have as many bytes as the tensor."""
     found, nbytes = [], 0
     for changes in changes_between(old, new):

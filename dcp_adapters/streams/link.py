@@ -58,7 +58,7 @@ class GroupLink:
         """Begin to send three numbers."""
         return self.broadcast(torch.tensor([kind, first, second], dtype=torch.int64, device="cpu").to(self.device))
 
-    def heard(self, timeout: dt.timedelta) -> tuple[int, int, int]:
+    def hear(self, timeout: dt.timedelta) -> tuple[int, int, int]:
         """The sender's next three numbers."""
         told = torch.zeros(3, dtype=torch.int64, device=self.device)
         self.wait(self.broadcast(told, timeout))
@@ -71,7 +71,7 @@ class GroupLink:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         self.wait(self.broadcast(sent))
 
-    def received(self, size: int, digest: int) -> bytes:
+    def receive(self, size: int, digest: int) -> bytes:
         """Bytes, whose number and digest a header has told. Raises RuntimeError where they are others."""
         memory = self.room(size)
         self.wait(self.broadcast(memory))

@@ -98,14 +98,14 @@ class GroupSender:
         fill(records, tensors, memory)
         digest = bytes_digest(memory)
         with self._link.errors(self._error):
-            self._arrived()
+            self._await_arrival()
             self._under_way = [self._link.header(BUCKET, number, digest), self._link.broadcast(memory)]
         self._digests.append(digest)
 
     def end(self) -> None:
         """Wait until all receivers have compared everything."""
         with self._link.errors(self._error):
-            self._arrived()
+            self._await_arrival()
             self._ended = True
             self._link.wait(self._link.header(END, len(self._digests), digest_of_all(self._digests)))
             answers = self._link.answers("")
@@ -118,12 +118,12 @@ class GroupSender:
         if self._link.broken or self._announcement is None or self._ended:
             return
         try:
-            self._arrived()
+            self._await_arrival()
             self._link.tell(ABORT, f"{type(error).__name__}: {error}".encode())
         except RuntimeError:  # of the group
             self._link.broken = True
 
-    def _arrived(self) -> None:
+    def _await_arrival(self) -> None:
         for work in self._under_way:
             self._link.wait(work)
         self._under_way = []
@@ -156,12 +156,12 @@ class GroupReceiver(Receiver):
             raise ValueError(f"GroupReceiver: sender={sender} is this rank itself; expected the sender's rank")
         self._link, self._patience = GroupLink(group, sender, timeout), patience
 
-    def _begun(self) -> Incoming:
+    def _begin(self) -> Incoming:
         with self._link.errors(_not_announced):
-            kind, size, digest = self._link.heard(
+            kind, size, digest = self._link.hear(
                 FOREVER if self._patience is None else dt.timedelta(seconds=self._patience)
             )
-            data = self._link.received(size, digest) if kind in (BEGIN, ABORT) else b""
+            data = self._link.receive(size, digest) if kind in (BEGIN, ABORT) else b""
         if kind != BEGIN:
             raise _not_announced(
                 f"it gave up ({data.decode(errors='replace')})" if kind == ABORT else f"it sent {kind}"
@@ -182,7 +182,7 @@ class GroupReceiver(Receiver):
     def _refuse(self, incoming: Incoming, error: BaseException) -> None:
         assert isinstance(incoming, _IncomingBroadcasts)
         try:
-            if not self._link.broken and incoming.drained():
+            if not self._link.broken and incoming.drain():
                 self._link.answers(f"{type(error).__name__}: {error}")
         except (RuntimeError, ValueError):
             self._link.broken = True
@@ -204,7 +204,7 @@ class _IncomingBroadcasts(Incoming):
 
     def _bucket(self) -> tuple[Any, int, Tensor]:
         with self._link.errors(self.broken):
-            number, digest = self._heard(BUCKET)
+            number, digest = self._hear(BUCKET)
             if number != len(self._digests):
                 raise self.broken(f"bucket {number + 1} came in place of {len(self._digests) + 1}")
             records = self.announcement.buckets[number]
@@ -215,25 +215,25 @@ class _IncomingBroadcasts(Incoming):
 
     def _finish(self) -> None:
         with self._link.errors(self.broken):
-            number, digest = self._heard(END)
+            number, digest = self._hear(END)
         self._ended = True
         if (number, digest) != (self.came, digest_of_all(self._digests)):
             raise self.broken(f"the sender says that it sent {number} buckets, or others")
 
-    def drained(self) -> bool:
+    def drain(self) -> bool:
         """Receive, and drop, what the sender still sends; whether it waits for an answer then."""
         while not self._given_up and len(self._digests) < len(self.announcement.buckets):
             self._bucket()
         if not self._ended and not self._given_up:
-            self._heard(END)
+            self._hear(END)
             self._ended = True
         return self._ended
 
-    def _heard(self, expected: int) -> tuple[int, int]:
-        kind, number, digest = self._link.heard(self._link.timeout)
+    def _hear(self, expected: int) -> tuple[int, int]:
+        kind, number, digest = self._link.hear(self._link.timeout)
         if kind == ABORT:
             self._given_up = True
-            raise self.broken(f"the sender gave up ({self._link.received(number, digest).decode(errors='replace')})")
+            raise self.broken(f"the sender gave up ({self._link.receive(number, digest).decode(errors='replace')})")
         if kind != expected:
             self._link.broken = True
             raise self.broken(f"the sender said {kind} instead of {expected}")

@@ -63,7 +63,7 @@ class SharedMemorySender:
             if not value > 0:
                 raise ValueError(f"SharedMemorySender: {name}={value!r}, expected a positive number")
         self._address, self._receivers, self._slots, self._timeout = Path(address), receivers, slots, timeout
-        self._listener = _listening(self._address, receivers)
+        self._listener = _listen(self._address, receivers)
         self._wires: list[Wire] = []
         self._ring: Ring | None = None
         self._announcement: Announcement | None = None
@@ -73,9 +73,9 @@ class SharedMemorySender:
         """Wait for the receivers, give them the ring, and tell them what comes."""
         deadline = time.monotonic() + self._timeout
         while len(self._wires) < self._receivers:
-            self._wires.append(self._accepted(deadline, announcement.version))
+            self._wires.append(self._accept_receiver(deadline, announcement.version))
         if self._ring is None or self._ring.slot < announcement.largest:
-            self._ring = Ring.made(max(announcement.largest, ALIGNED), self._slots)
+            self._ring = Ring.make(max(announcement.largest, ALIGNED), self._slots)
         data = announcement.to_bytes()
         told = {"kind": "begin", "slots": self._slots, "slot": self._ring.slot, "digest": message_digest(data)}
         self._announcement, self._digests = announcement, []
@@ -124,7 +124,7 @@ class SharedMemorySender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accepted(self, deadline: float, version: int) -> Wire:
+    def _accept_receiver(self, deadline: float, version: int) -> Wire:
         try:
             while True:
                 self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -156,9 +156,9 @@ class SharedMemorySender:
             if not ready:
                 raise self._error(f"{len(waiting)} of {len(self._wires)} receivers {what} within {self._timeout} s")
             for key, _ in ready:
-                self._heard(key.data)
+                self._hear(key.data)
 
-    def _heard(self, wire: Wire) -> None:
+    def _hear(self, wire: Wire) -> None:
         try:
             told, _, _ = wire.receive()
         except OSError as error:
@@ -212,9 +212,9 @@ class SharedMemoryReceiver(Receiver):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begun(self) -> Incoming:
+    def _begin(self) -> Incoming:
         deadline = None if self._patience is None else time.monotonic() + self._patience
-        wire = self._wire = self._wire or _connected(self._address, deadline, self._timeout)
+        wire = self._wire = self._wire or _connect(self._address, deadline, self._timeout)
         try:
             wire.socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
             told, data, files = wire.receive()
@@ -229,7 +229,7 @@ class SharedMemoryReceiver(Receiver):
                     f"{told['slots']} slots of {told['slot']} bytes in {len(files)} files, for buckets of "
                     f"{announcement.largest}"
                 )
-            return _IncomingViews(announcement, wire, Ring.mapped(files[0], told["slot"], told["slots"]))
+            return _IncomingViews(announcement, wire, Ring.attach(files[0], told["slot"], told["slots"]))
         except (OSError, ValueError, OverflowError) as error:
             self.close()
             raise WeightStreamError(
@@ -259,7 +259,7 @@ class _IncomingViews(Incoming):
         self._digests: list[int] = []
 
     def _next(self) -> dict[str, Tensor]:
-        told = self._heard("bucket")
+        told = self._hear("bucket")
         records = self.announcement.buckets[self.came]
         memory = self._ring.memory(self.came % self._ring.slots)[: room_of(records)]
         digest = bytes_digest(memory)
@@ -269,11 +269,11 @@ class _IncomingViews(Incoming):
         return dict(views(records, memory))
 
     def _finish(self) -> None:
-        told = self._heard("end")
+        told = self._hear("end")
         if (told["buckets"], told["digest"]) != (self.came, digest_of_all(self._digests)):
             raise self.broken(f"the sender says that it sent {told['buckets']} buckets, or others")
 
-    def _heard(self, kind: str) -> dict[str, Any]:
+    def _hear(self, kind: str) -> dict[str, Any]:
         """The sender's next word; what came before it is done with."""
         try:
             if self.came:
@@ -289,7 +289,7 @@ class _IncomingViews(Incoming):
         return told
 
 
-def _listening(address: Path, receivers: int) -> socket.socket:
+def _listen(address: Path, receivers: int) -> socket.socket:
     if len(os.fsencode(address)) > LONGEST_PATH:
         raise ValueError(f"{address}: longer than the {LONGEST_PATH} bytes that a socket's path may have")
     if not address.absolute().parent.is_dir():
@@ -307,7 +307,7 @@ def _listening(address: Path, receivers: int) -> socket.socket:
     return listener
 
 
-def _connected(address: Path, deadline: float | None, timeout: float) -> Wire:
+def _connect(address: Path, deadline: float | None, timeout: float) -> Wire:
     """A connection to the sender, as soon as it listens."""
     while True:
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

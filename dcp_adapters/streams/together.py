@@ -9,7 +9,7 @@ from fsdp_hooks.ranks.across_ranks import Ranks, on_all
 
 
 @contextmanager
-def aborting(sender: Sender | None) -> Iterator[None]:
+def abort_on_error(sender: Sender | None) -> Iterator[None]:
     """A block after whose error the sender has told the receiver that no more comes."""
     try:
         yield
@@ -27,7 +27,7 @@ def attempt(failed: list[Exception], step: Callable[..., None], *values: Any) ->
         failed.append(error)
 
 
-def together(group: Ranks, step: Callable[[], None]) -> None:
+def step_together(group: Ranks, step: Callable[[], None]) -> None:
     """A step that may fail on one rank; its error is raised on all, and a WeightStreamError stays one."""
 
     def told() -> str | None:

@@ -146,7 +146,7 @@ class Receiver(ABC):
             WeightStreamError: the sender died, gave up, or is late; bytes differ from the sender's; the block ended
                 before the last bucket was taken.
         """
-        incoming = self._begun()
+        incoming = self._begin()
         try:
             yield incoming
             if not incoming.complete:
@@ -158,7 +158,7 @@ class Receiver(ABC):
         self.version = incoming.version
 
     @abstractmethod
-    def _begun(self) -> Incoming:
+    def _begin(self) -> Incoming:
         """Wait for an announcement."""
 
     @abstractmethod

@@ -34,7 +34,7 @@ from dcp_adapters.plain.progress_bar import progress_bar
 from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import TensorRecord, bucket_sizes, buckets_of, difference
 from dcp_adapters.streams.kept_tensors import KeptTensors, Pass
-from dcp_adapters.streams.together import aborting, attempt, raise_first, together
+from dcp_adapters.streams.together import abort_on_error, attempt, raise_first, step_together
 from dcp_adapters.streams.transport import Sender, send_delta
 from fsdp_hooks.ranks.across_ranks import Ranks, chosen_ranks, global_ranks, is_first, on_all, on_first
 from fsdp_hooks.ranks.waiting import waited_for
@@ -178,7 +178,7 @@ class WeightStream:
                 `metadata()` any more; NaN in a weight. On all ranks; buckets before it may have been handed out.
         """
         taken = self._pass()
-        yield from self._buckets(self._prepared(), [], taken)
+        yield from self._buckets(self._prepare(), [], taken)
         self._complete(taken)
 
     def send(self, sender: Sender | None) -> None:
@@ -190,17 +190,17 @@ class WeightStream:
             ValueError: as of iteration; the receiver is told.
             WeightStreamError: the receiver died, failed, or is late. On all ranks, and the model is as it was.
         """
-        prepared = self._prepared()
+        prepared = self._prepare()
         failed: list[Exception] = []
         taken = self._pass()
         announcement = Announcement(self.version + 1, self._records, self.sizes, self.json)
-        with aborting(sender):
+        with abort_on_error(sender):
             if sender is not None:
                 attempt(failed, sender.begin, announcement)
             for bucket in self._buckets(prepared, failed, taken):
                 if sender is not None and bucket and not failed:
                     attempt(failed, sender.bucket, bucket)
-            together(self._ranks, lambda: None if sender is None else sender.end())
+            step_together(self._ranks, lambda: None if sender is None else sender.end())
         self._complete(taken)
 
     def since(self, version: int) -> Delta | None:
@@ -238,11 +238,11 @@ class WeightStream:
         """
         self._refuse_other(version, sender)
         taken, delta = self._delta()
-        with aborting(sender):
-            together(self._ranks, lambda: None if sender is None or delta is None else send_delta(sender, delta))
+        with abort_on_error(sender):
+            step_together(self._ranks, lambda: None if sender is None or delta is None else send_delta(sender, delta))
         self._complete(taken)
 
-    def _prepared(self) -> tuple[Source, list[tuple[Output, ...]]]:
+    def _prepare(self) -> tuple[Source, list[tuple[Output, ...]]]:
         source, plan = prepared(self._asked)
         return source, self._groups(source, plan, self._refuse_new)
 
@@ -257,7 +257,7 @@ class WeightStream:
             groups.extend(in_groups(outputs, own_groups(source, self._group_of)))
             check(groups)
 
-        together(self._ranks, look)
+        step_together(self._ranks, look)
         return groups
 
     def _refuse_new(self, groups: list[tuple[Output, ...]]) -> None:
@@ -278,9 +278,9 @@ class WeightStream:
         """A pass, and on ranks that receive what it changes."""
         taken, made = self._pass(), []
         assert taken is not None
-        for bucket in self._buckets(self._prepared(), [], taken):
+        for bucket in self._buckets(self._prepare(), [], taken):
             del bucket
-        together(self._ranks, lambda: made.append(taken.delta()) if self.receives else None)
+        step_together(self._ranks, lambda: made.append(taken.delta()) if self.receives else None)
         return taken, made[0] if made else None
 
     def _refuse_other(self, version: int, sender: Sender | None) -> None:
@@ -326,7 +326,7 @@ class WeightStream:
                 tensor = None  # the bucket alone holds it
                 yield {} if failed else bucket
                 del bucket
-        together(self._ranks, lambda: raise_first(failed))
+        step_together(self._ranks, lambda: raise_first(failed))
 
 
 def _records(groups: list[tuple[Output, ...]]) -> tuple[TensorRecord, ...]:

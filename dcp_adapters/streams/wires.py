@@ -37,7 +37,7 @@ class Ring:
     _bytes: Tensor = field(repr=False)
 
     @staticmethod
-    def made(slot: int, slots: int) -> "Ring":
+    def make(slot: int, slots: int) -> "Ring":
         """A new one."""
         if sys.platform == "linux":
             file = os.memfd_create("weights")
@@ -45,10 +45,10 @@ class Ring:
             with tempfile.TemporaryFile() as opened:  # without a name
                 file = os.dup(opened.fileno())
         os.ftruncate(file, slot * slots)
-        return Ring.mapped(file, slot, slots)
+        return Ring.attach(file, slot, slots)
 
     @staticmethod
-    def mapped(file: int, slot: int, slots: int) -> "Ring":
+    def attach(file: int, slot: int, slots: int) -> "Ring":
         """One that the sender made."""
         mapping = mmap.mmap(file, slot * slots)
         return Ring(file, slot, slots, torch.frombuffer(mapping, dtype=torch.uint8))
@@ -81,15 +81,15 @@ class Wire:
         head, files, _, _ = socket.recv_fds(self.socket, HEADER.size, 1)
         if not head:
             raise ConnectionResetError("it closed the connection")
-        size, more = HEADER.unpack(head + self._exactly(HEADER.size - len(head)))
-        told = _parsed(self._exactly(size))
-        return told, self._exactly(more), files
+        size, more = HEADER.unpack(head + self._receive_exactly(HEADER.size - len(head)))
+        told = _parse(self._receive_exactly(size))
+        return told, self._receive_exactly(more), files
 
     def close(self) -> None:
         """Close the socket."""
         self.socket.close()
 
-    def _exactly(self, size: int) -> bytes:
+    def _receive_exactly(self, size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
             piece = self.socket.recv(min(size - len(data), 2**20))
@@ -99,7 +99,7 @@ class Wire:
         return bytes(data)
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
+def _parse(data: bytes) -> dict[str, Any]:
     """The JSON of a message. Raises OSError where it is none: that connection is of no use any more."""
     try:
         told = json.loads(data)

@@ -47,7 +47,7 @@ def log_built(recipe: Recipe, linears: Iterable[nn.Module]) -> None:
     weights: dict[int, Any] = {}  # by id: linears may share one
     dense = []
     for linear in linears:
-        held = linear._parameters.get("weight")
+        held: Any = linear._parameters.get("weight")
         if isinstance(held, QuantizedTensor | HighPrecisionWeight):
             weights[id(held)] = held
         else:

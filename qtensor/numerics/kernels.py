@@ -18,6 +18,7 @@ parts, though nobody uses them: this makes inductor compute them once a block in
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -353,12 +354,11 @@ def _decode_ragged(parts: dict[str, Tensor], recipe: Recipe, shape: Sequence[int
     values = torch.empty(shape, dtype=dtype, device=parts["payload"].device)
     flat, behind = values.view(-1, columns), columns - columns % block_multiple(recipe)
 
-    def decoded(run: Kernel, payload: Tensor, *others: Tensor) -> Tensor:
-        return run(
-            cut_into_tiles(payload, packed_block(recipe)), *(rows_of(part) if part.ndim else part for part in others)
-        )  # type: ignore[no-any-return]
+    def decode_rows(run: Kernel, payload: Tensor, *others: Tensor) -> Any:
+        tiles = cut_into_tiles(payload, packed_block(recipe))
+        return run(tiles, *(rows_of(part) if part.ndim else part for part in others))
 
     if behind:
-        flat[:, :behind].copy_(decoded(kernel(strided=True), *first.values()))
-    flat[:, behind:].copy_(decoded(kernel(), *last.values())[:, : columns - behind])
+        flat[:, :behind].copy_(decode_rows(kernel(strided=True), *first.values()))
+    flat[:, behind:].copy_(decode_rows(kernel(), *last.values())[:, : columns - behind])
     return values

@@ -81,7 +81,7 @@ class HighPrecisionWeight(Keyed, Tensor):
     `_partners` are the weights with which it shares its tensor-wide scale, see shared_scales.py.
     """
 
-    to_dense: Tensor
+    dense: Tensor
     recipe: Recipe
     agreement: Agreement
     padded_rows: int | None
@@ -99,7 +99,7 @@ class HighPrecisionWeight(Keyed, Tensor):
         padded_rows: int | None = None,
         **remembered: Any,
     ) -> Self:
-        """Internal: wraps `to_dense`, aliased (copied where it is lazy, see fsdp_hooks/lazy_bits.py)."""
+        """Internal: wraps `dense`, aliased (copied where it is lazy, see fsdp_hooks/lazy_bits.py)."""
         if remembered or recipe is None:  # somebody builds a parameter anew by its class
             return make_anew(cls, dense, {"recipe": recipe, **remembered}, cls)  # type: ignore[return-value]
         dense = resolve(dense)  # inside of a wrapper nobody would see the bit

@@ -34,7 +34,7 @@ class Note:
 
     of: int
     sign: weakref.ref[Sign]
-    carry_note: bool = False
+    carried: bool = False
 
 
 def take_note(param: Any, copy: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_adapters.cli.main import COMMANDS, main
-from dcp_adapters.format.recipe_names import recipe_label, short_names, target_named
+from dcp_adapters.format.recipe_names import find_target, recipe_label, short_names
 from dcp_adapters.plain.tables import table
 from dcp_adapters.plain.words import in_natural_order
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
@@ -146,10 +146,10 @@ def test_what_can_not_be_converted_is_refused(checkpoint: str, dense: str, capsy
 
 def test_options_have_the_types_of_the_fields() -> None:
     options = {"power_of_two": "true", "granularity": "tensor"}
-    assert target_named("float8-row", options) == Float8CurrentScaling(power_of_two=True, granularity="tensor")
-    assert target_named("Float8DelayedScaling", {"margin": "2"}) == Float8DelayedScaling(margin=2)
-    assert target_named("nvfp4-square") == NVFP4BlockScaling(blocks="square")
-    assert target_named("bfloat16") == torch.bfloat16
+    assert find_target("float8-row", options) == Float8CurrentScaling(power_of_two=True, granularity="tensor")
+    assert find_target("Float8DelayedScaling", {"margin": "2"}) == Float8DelayedScaling(margin=2)
+    assert find_target("nvfp4-square") == NVFP4BlockScaling(blocks="square")
+    assert find_target("bfloat16") == torch.bfloat16
     assert [recipe_label(recipe) for recipe in short_names().values()] == list(short_names())
     assert recipe_label(MXFP8BlockScaling(element="e5m2", activations="dynamic")) == (
         "MXFP8BlockScaling(element='e5m2', blocks='row', scale_rounding='up')"

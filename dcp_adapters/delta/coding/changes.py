@@ -71,7 +71,7 @@ def changes_between(old: Tensor, new: Tensor) -> Iterator[Changes]:
 
 def changed_units(x: Tensor, y: Tensor) -> Changes:
     """What changed between two flat tensors of as many units; there may be none."""
-    at = _differing(x, y)
+    at = _find_differing(x, y)
     return Changes(at, y[at] - x[at])
 
 
@@ -132,7 +132,7 @@ def _coordinates(positions: Tensor, shape: Sequence[int]) -> list[Tensor]:
     return found
 
 
-def _differing(x: Tensor, y: Tensor) -> Tensor:
+def _find_differing(x: Tensor, y: Tensor) -> Tensor:
     """int64: where two flat tensors of whole numbers differ, ascending; sparse changes are looked for in words of 8."""
     width = x.element_size()
     words = 0 if (x.storage_offset() * width) % 8 or (y.storage_offset() * width) % 8 else x.numel() * width // 8

@@ -40,7 +40,7 @@ def encode_chunk(old: Tensor, new: Tensor) -> bytes:
     stored = done = 0
     looked = False
     for changes in _frames(old, new):
-        frames.append(_encoded(changes, done))
+        frames.append(_encode(changes, done))
         begun, done = done, int(changes.positions[-1]) + 1
         stored += len(frames[-1].data)
         spanned, expected = (done - begun) * changes.steps.element_size(), float(stored)
@@ -73,7 +73,7 @@ def decode_chunk(
     end = data.find(b"\n", 0, MOST_LINE)
     try:
         record = json.loads(data[: max(end, 0)])
-        kind, frames = record["kind"], [_frame(*row) for row in record.get("frames", [])]
+        kind, frames = record["kind"], [_parse_frame(*row) for row in record.get("frames", [])]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(what, f"{type(error).__name__}: {error}") from error
     body = memoryview(data)[end + 1 :]
@@ -90,7 +90,7 @@ def decode_chunk(
     flat, begun = units(chunk), 0
     for frame in frames:
         length = sum(frame.lengths)
-        changes = decode(_with(frame, bytes(body[begun : begun + length])), unit_of(dtype), flat.numel(), what)
+        changes = decode(_with_data(frame, bytes(body[begun : begun + length])), unit_of(dtype), flat.numel(), what)
         flat[changes.positions] += changes.steps
         begun += length
     return chunk
@@ -113,24 +113,24 @@ def _may_take(old: Tensor, new: Tensor, begun: int) -> float:
     for number in range(LOOKS):
         start = number * (count - LOOK) // (LOOKS - 1)
         changes = changed_units(before[start : start + LOOK], after[start : start + LOOK])
-        found += len(_encoded(changes, 0).data) if len(changes) else 0
+        found += len(_encode(changes, 0).data) if len(changes) else 0
     return found * count / (LOOKS * LOOK)
 
 
-def _encoded(changes: Changes, start: int) -> Coded:
+def _encode(changes: Changes, start: int) -> Coded:
     """One frame; dense changes are compressed at a fast level, since they are what takes the time of a save."""
     span = int(changes.positions[-1]) + 1 - start
     return encode(changes, start, level=FAST if span < 4 * len(changes) else BEST)
 
 
-def _frame(start: Any, count: Any, shift: Any, lengths: Any) -> Coded:
+def _parse_frame(start: Any, count: Any, shift: Any, lengths: Any) -> Coded:
     numbers = [start, count, shift, *lengths]
     if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
         raise TypeError("a frame is not described by counts")
     return Coded(start, count, shift, tuple(lengths), b"")
 
 
-def _with(frame: Coded, data: bytes) -> Coded:
+def _with_data(frame: Coded, data: bytes) -> Coded:
     return Coded(frame.start, frame.count, frame.shift, frame.lengths, data)
 
 

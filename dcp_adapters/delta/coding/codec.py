@@ -50,7 +50,7 @@ def encode(changes: Changes, start: int, *, level: int | None = None) -> Coded:
     shift = max((span // count).bit_length() - 1 - QUOTIENT, 0)
     if level is None:
         level = FAST if count == MOST_CHANGES and span < 4 * count else BEST
-    streams = [_packed(gaps, shift), _escaped(gaps >> shift), *_planes(changes.steps)]
+    streams = [_pack(gaps, shift), _escape(gaps >> shift), *_planes(changes.steps)]
     data = [compress(stream, level) for stream in streams]
     return Coded(start, count, shift, tuple(map(len, data)), b"".join(data))
 
@@ -61,26 +61,26 @@ def decode(coded: Coded, unit: torch.dtype, extent: int, what: str) -> Changes:
     Raises:
         ValueError: it is damaged. No more memory is taken than MOST_CHANGES and `extent` explain.
     """
-    checked(coded, unit, extent, what)
+    check_coded(coded, unit, extent, what)
     if sum(coded.lengths) != len(coded.data):
         raise damaged(what, f"{len(coded.data)} bytes, expected {sum(coded.lengths)}")
     streams = _split(coded)
     lows = decompress(streams[0], -(-coded.count * coded.shift // 8), what)
     quotients = decompress(streams[1], coded.count + (extent >> coded.shift) // 255, what)
     planes = [decompress(stream, coded.count, what) for stream in streams[2:]]
-    gaps = (_unescaped(quotients, coded.count, extent >> coded.shift, what) << coded.shift) + _unpacked(
+    gaps = (_unescape(quotients, coded.count, extent >> coded.shift, what) << coded.shift) + _unpack(
         lows, coded.count, coded.shift, what
     )
     positions = (gaps + 1).cumsum(0) + (coded.start - 1)
     if int(positions[-1]) >= extent:
         raise damaged(what, f"it changes unit {int(positions[-1])} of {extent}")
-    steps = _unplaned(planes, coded.count, unit, what)
+    steps = _join_planes(planes, coded.count, unit, what)
     if bool((steps == 0).any()):
         raise damaged(what, "it has steps of 0")
     return Changes(positions, steps)
 
 
-def checked(coded: Coded, unit: torch.dtype, extent: int, what: str) -> None:
+def check_coded(coded: Coded, unit: torch.dtype, extent: int, what: str) -> None:
     """Raise ValueError where the numbers that describe a frame contradict each other."""
     fits = (
         0 < coded.count <= min(MOST_CHANGES, extent)
@@ -106,7 +106,7 @@ def _split(coded: Coded) -> list[bytes]:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-def _packed(gaps: Tensor, shift: int) -> bytes:
+def _pack(gaps: Tensor, shift: int) -> bytes:
     """The lowest `shift` bits of each, one after the other."""
     if not shift:
         return b""
@@ -116,7 +116,7 @@ def _packed(gaps: Tensor, shift: int) -> bytes:
     return _bytes((flat.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device="cpu")).sum(1).to(torch.uint8))
 
 
-def _unpacked(data: bytes, count: int, shift: int, what: str) -> Tensor:
+def _unpack(data: bytes, count: int, shift: int, what: str) -> Tensor:
     """The inverse, int64 [count]."""
     if len(data) != -(-count * shift // 8):
         raise damaged(what, f"{len(data)} bytes of gaps, expected {-(-count * shift // 8)}")
@@ -127,7 +127,7 @@ def _unpacked(data: bytes, count: int, shift: int, what: str) -> Tensor:
     return (rows << torch.arange(shift, dtype=torch.int64, device="cpu")).sum(1)
 
 
-def _escaped(quotients: Tensor) -> bytes:
+def _escape(quotients: Tensor) -> bytes:
     """Each as a byte below 255, after one 255 for each 255 in it."""
     ends = (quotients // 255 + 1).cumsum(0) - 1
     out = torch.full((int(ends[-1]) + 1,), 255, dtype=torch.uint8, device="cpu")
@@ -135,7 +135,7 @@ def _escaped(quotients: Tensor) -> bytes:
     return _bytes(out)
 
 
-def _unescaped(data: bytes, count: int, most: int, what: str) -> Tensor:
+def _unescape(data: bytes, count: int, most: int, what: str) -> Tensor:
     """The inverse, int64 [count]; none is above `most`."""
     values = _tensor(data).to(torch.int64)
     ends = (values < 255).nonzero().flatten()
@@ -155,7 +155,7 @@ def _planes(steps: Tensor) -> list[bytes]:
     return [_bytes(rows[:, plane].contiguous()) for plane in range(rows.shape[1])]
 
 
-def _unplaned(planes: Sequence[bytes], count: int, unit: torch.dtype, what: str) -> Tensor:
+def _join_planes(planes: Sequence[bytes], count: int, unit: torch.dtype, what: str) -> Tensor:
     """The inverse, `unit` [count]."""
     if any(len(plane) != count for plane in planes):
         raise damaged(what, f"{[len(plane) for plane in planes]} bytes of steps, expected {count}")

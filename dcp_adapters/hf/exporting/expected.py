@@ -23,7 +23,7 @@ from dcp_adapters.hf.exporting.plan import ExportPlan
 from dcp_adapters.hf.layouts.layout import Layout
 from dcp_adapters.hf.models.architectures import Architecture, Read, architecture_of, architecture_said
 from dcp_adapters.hf.models.file_names import FileNames, names_of, without_beside
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 from fsdp_hooks.kernels.byte_sums import TensorPiece
 from fsdp_hooks.ranks.across_ranks import Ranks
 
@@ -58,7 +58,7 @@ class Expected:
         if other:
             its = self.names.otherwise[other[0]]
             raise ValueError(
-                f"{listed(other, SHOWN)}: files of this model hold {listed(its, SHOWN)} instead, from which "
+                f"{few_of(other, SHOWN)}: files of this model hold {few_of(its, SHOWN)} instead, from which "
                 "transformers makes it, and the export does not do the reverse; leave it dense and out of what is "
                 "exported, and take it from the model's directory by rest=... (--rest)"
             )

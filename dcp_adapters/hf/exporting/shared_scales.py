@@ -12,7 +12,7 @@ from torch import nn
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.hf.files.names import Piece, fused_sets
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KV_SCALES, Layout, Scheme
-from dcp_adapters.plain.words import listed
+from dcp_adapters.plain.words import few_of
 from fsdp_hooks.wrappers import ModulePlace, places
 
 
@@ -38,7 +38,7 @@ def input_scales(
     unusable = [module for module, value in own.items() if not (math.isfinite(value) and value > 0)]
     if unusable:
         raise ValueError(
-            f"{listed(unusable)}: input_scale is {own[unusable[0]]}, which engines divide by; calibrate it "
+            f"{few_of(unusable)}: input_scale is {own[unusable[0]]}, which engines divide by; calibrate it "
             "again, or leave it out"
         )
     shared: dict[str, float] = {}
@@ -78,7 +78,7 @@ def renewed_scales(
             renewed |= other
     if apart and not requantize:
         sets = (", ".join(f"{name} {scales[name]:.6g}" for name in names) for names in apart)
-        told = listed(sets, 3, between="; ")
+        told = few_of(sets, 3, between="; ")
         raise ValueError(
             f"engines run these as one linear with one global scale, and theirs differ: {told}. Calibrate them "
             "together (layerwise.calibrate gives them one), train them together (qtensor.share_scales, and "
@@ -116,7 +116,7 @@ def kv_granularity(
     """
     if attentions and not layout.kv_scales:
         raise ValueError(
-            f"{listed(attentions)}: the layout {layout.name} has no scales of the KV cache; leave them out"
+            f"{few_of(attentions)}: the layout {layout.name} has no scales of the KV cache; leave them out"
         )
     shapes = {entry: records[entry].shape for entries in attentions.values() for entry in entries.values()}
     of_heads = [entry for entry, shape in shapes.items() if shape not in ((), (1,))]
@@ -124,13 +124,13 @@ def kv_granularity(
         return "tensor" if attentions else None
     if layout.kv_heads is None:
         raise ValueError(
-            f"{listed(of_heads)}: a scale for each head, and the layout {layout.name} has one for all heads of an "
+            f"{few_of(of_heads)}: a scale for each head, and the layout {layout.name} has one for all heads of an "
             'attention; calibrate with granularity="tensor", or use layout="compressed-tensors"'
         )
     single = [entry for entry, shape in shapes.items() if len(shape) != 1]
     if single:
         raise ValueError(
-            f"{listed(of_heads)}: a scale for each head, and {single[0]} has the shape {list(shapes[single[0]])}; "
+            f"{few_of(of_heads)}: a scale for each head, and {single[0]} has the shape {list(shapes[single[0]])}; "
             "engines have one of the two everywhere: calibrate all attentions alike"
         )
     return "head"

@@ -76,7 +76,7 @@ class Base:
                 f"delta_to={directory}: no {METADATA}, so this is no checkpoint or one whose saving never finished; "
                 "give the directory of a full save"
             ) from error
-        return Base._opened(delta, BaseLink(Path(os.path.relpath(directory, delta)).as_posix(), digest), directory)
+        return Base._open(delta, BaseLink(Path(os.path.relpath(directory, delta)).as_posix(), digest), directory)
 
     @staticmethod
     def of(link: BaseLink, delta: Path) -> "Base":
@@ -89,10 +89,10 @@ class Base:
         """
         directory = Path(os.path.normpath(delta.resolve() / link.path))
         _check(delta, link, directory, "nothing has been loaded. Put it back, or use another checkpoint")
-        return Base._opened(delta, link, directory)
+        return Base._open(delta, link, directory)
 
     @staticmethod
-    def _opened(delta: Path, link: BaseLink, directory: Path) -> "Base":
+    def _open(delta: Path, link: BaseLink, directory: Path) -> "Base":
         require_zstd()
         reader = SafeFileSystemReader(directory)
         metadata = reader.read_metadata()

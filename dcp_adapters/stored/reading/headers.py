@@ -29,7 +29,7 @@ class Headers:
         """What the chunk of an open file holds. Raises ValueError as `read_header`."""
         known = self._known.setdefault(length, [])
         for reads, header in known:
-            if _has(stream, offset, reads):
+            if _has_pieces(stream, offset, reads):
                 return header
         chunk = _Watched(stream, offset, length)
         header = read_header(chunk, what)
@@ -77,7 +77,7 @@ def _reads(pieces: Pieces) -> Reads:
     return found[::-1]
 
 
-def _has(stream: IO[bytes], offset: int, reads: Reads) -> bool:
+def _has_pieces(stream: IO[bytes], offset: int, reads: Reads) -> bool:
     """Whether these pieces stand in the chunk at `offset`."""
     for start, count, pieces in reads:
         stream.seek(offset + start)

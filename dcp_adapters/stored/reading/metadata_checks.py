@@ -167,7 +167,7 @@ def _metadata_fault(entry: str, message: str) -> Fault:
     return Fault(METADATA, entry, message)
 
 
-def _complete(record: Any, kind: type) -> bool:
+def _is_complete(record: Any, kind: type) -> bool:
     """Whether this is a record of that class with the fields that have no default."""
     return type(record) is kind and all(hasattr(record, field) for field in FIELDS[kind])
 
@@ -245,12 +245,12 @@ def _entry_faults(name: Any, record: Any) -> Iterator[Fault]:
         return
     if type(record) is BytesStorageMetadata:
         return
-    if not _complete(record, TensorStorageMetadata):
+    if not _is_complete(record, TensorStorageMetadata):
         yield _metadata_fault(name, f"a {type(record).__name__}, expected a complete TensorStorageMetadata")
         return
     properties = record.properties
     if (
-        not _complete(properties, TensorProperties)
+        not _is_complete(properties, TensorProperties)
         or not isinstance(properties.dtype, torch.dtype)
         or not isinstance(properties.layout, torch.layout)
         or not isinstance(properties.memory_format, torch.memory_format)
@@ -271,7 +271,7 @@ def _entry_faults(name: Any, record: Any) -> Iterator[Fault]:
 def _chunk_faults(name: str, record: TensorStorageMetadata) -> Iterator[Fault]:
     size = tuple(record.size)
     for chunk in record.chunks:
-        if not _complete(chunk, ChunkStorageMetadata) or not _is_size(chunk.offsets) or not _is_size(chunk.sizes):
+        if not _is_complete(chunk, ChunkStorageMetadata) or not _is_size(chunk.offsets) or not _is_size(chunk.sizes):
             yield _metadata_fault(
                 name, f"a chunk is {short(chunk)}, expected offsets and sizes that are counts below 2**63"
             )
@@ -285,13 +285,13 @@ def _chunk_faults(name: str, record: TensorStorageMetadata) -> Iterator[Fault]:
 
 
 def _storage_faults(index: Any, info: Any, stray: dict[str, bool], *, transforms: bool) -> Iterator[Fault]:
-    if not _complete(index, MetadataIndex) or type(index.fqn) is not str:
+    if not _is_complete(index, MetadataIndex) or type(index.fqn) is not str:
         yield _metadata_fault("", f"storage_data has the key {short(index)}, expected a MetadataIndex")
         return
     if not (index.offset is None or _is_size(index.offset)) or not (index.index is None or type(index.index) is int):
         yield _metadata_fault(index.fqn, f"its offset is {short(index.offset)}, expected counts below 2**63")
         return
-    if not _complete(info, StorageInfo) or type(info.relative_path) is not str:
+    if not _is_complete(info, StorageInfo) or type(info.relative_path) is not str:
         yield _metadata_fault(
             chunk_in_words(index), f"it is stored in {short(info)}, expected a file, an offset and a length"
         )

@@ -98,7 +98,7 @@ class SafeFileSystemReader(FileSystemReader):
             faults = [*holding_faults(metadata, whole=rank is None), *length_faults(metadata).values()]
             faults += file_faults(self.path, metadata.storage_data)
             if rank is None:
-                faults += _stray(metadata)
+                faults += _stray_faults(metadata)
         if faults:
             raise ValueError(
                 f"{file}: the checkpoint is damaged or not what it claims to be. Nothing has been loaded; use another "
@@ -162,7 +162,7 @@ class SafeFileSystemReader(FileSystemReader):
                     try:
                         super().read_data(LoadPlan([item]), planner)
                     except (IndexError, KeyError, EOFError, pickle.UnpicklingError) as error:
-                        raise _unread(path, item, error) from error
+                        raise _read_error(path, item, error) from error
                 else:
                     target = planner.resolve_tensor(item).detach()
                     if target.shape != item.lengths:
@@ -170,7 +170,7 @@ class SafeFileSystemReader(FileSystemReader):
                     try:
                         Elements.of(stream, info.offset, header).read(item.storage_offsets, item.lengths, target)
                     except (ValueError, EOFError, OSError) as error:
-                        raise _unread(path, item, error) from error
+                        raise _read_error(path, item, error) from error
                     planner.commit_tensor(item, target)
                 yield item
 
@@ -215,7 +215,7 @@ class SafeFileSystemReader(FileSystemReader):
         return headers
 
 
-def _stray(metadata: Metadata) -> list[Fault]:
+def _stray_faults(metadata: Metadata) -> list[Fault]:
     """Chunks of entries that are not there: a load would be without them, and say nothing."""
     records, message = metadata.state_dict_metadata, "bytes are stored for a chunk that no tensor has"
     indices = metadata.storage_data or {}
@@ -237,7 +237,7 @@ def tell_failures(planner: LoadPlanner) -> Iterator[None]:
         raise
 
 
-def _unread(path: Path, item: ReadItem, error: Exception) -> Exception:
+def _read_error(path: Path, item: ReadItem, error: Exception) -> Exception:
     """The error of a chunk that could not be read: which one, and what has become of the target."""
     state = "Some tensors of the target may be loaded already: load another checkpoint"
     kind = OSError if isinstance(error, OSError) else EOFError if isinstance(error, EOFError) else ValueError

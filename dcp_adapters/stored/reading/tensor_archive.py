@@ -210,11 +210,11 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> 
     if elements and (max(last + 1, elements) * dtype.itemsize > stored):
         raise ValueError(f"a tensor of {elements} elements of {dtype} in a storage of {stored} bytes")
     marked = any(isinstance(value, dict) and value for value in rest)  # conjugate or negative bits
-    contiguous = not marked and (not elements or _contiguous(shape, strides))
+    contiguous = not marked and (not elements or _is_contiguous(shape, strides))
     return Header(dtype, shape, storage.record, stored, offset * dtype.itemsize if contiguous else None)
 
 
-def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether elements follow each other in logical order; the stride of a dim of one element says nothing."""
     expected = 1
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -224,7 +224,7 @@ def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _no_hooks(*arguments: Any) -> dict[str, Any]:
+def _refuse_hooks(*arguments: Any) -> dict[str, Any]:
     """The OrderedDict of backward hooks, which is empty."""
     if arguments:
         raise ValueError("backward hooks")
@@ -239,7 +239,7 @@ class _StorageClass:
 NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): Function(_tensor),
     ("torch._utils", "_rebuild_tensor_v3"): Function(_tensor),
-    ("collections", "OrderedDict"): Function(_no_hooks),
+    ("collections", "OrderedDict"): Function(_refuse_hooks),
     **{("torch", name): _StorageClass(dtype) for name, dtype in STORAGES.items()},
     ("torch.storage", "UntypedStorage"): _StorageClass(STORAGES["UntypedStorage"]),
     **DTYPES,
