@@ -107,7 +107,7 @@ $(VENV)/constraints.txt: constraints.txt Makefile | $(VENV)/.created
 	@sed -e '' $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d' -e '/^triton==/d') constraints.txt > $@
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/constraints.txt
-	@echo "environment: installing qtensor[$(EXTRAS)] and what it needs (minutes, the first time)"
+	@echo "environment: installing qtensor-fsdp[$(EXTRAS)] and what it needs (minutes, the first time)"
 	@$(PIP_INSTALL) -e '.[$(EXTRAS)]'
 	@touch $@
 
@@ -118,7 +118,7 @@ $(ENGINES)/.installed: requirements-engines.txt pyproject.toml
 	@touch $@
 
 $(OFFLINE)/.installed: pyproject.toml constraints.txt
-	@echo "environment: installing qtensor[gpu-offline] in $(OFFLINE) (minutes, the first time)"
+	@echo "environment: installing qtensor-fsdp[gpu-offline] in $(OFFLINE) (minutes, the first time)"
 	@$(PYTHON) -m venv $(OFFLINE)
 	@$(OFFLINE)/bin/python -m pip --disable-pip-version-check --quiet --quiet install $(PIP_ARGS) -c constraints.txt -e '.[gpu-offline]'
 	@touch $@

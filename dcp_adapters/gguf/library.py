@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-MISSING = 'GGUF files are read and written by the package gguf, which is not there; install "qtensor[gguf]"'
+MISSING = 'GGUF files are read and written by the package gguf, which is not there; install "qtensor-fsdp[gguf]"'
 
 
 def library() -> Any:

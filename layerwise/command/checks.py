@@ -44,7 +44,7 @@ from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import tensor_wide
 
 T = TypeVar("T")
-NO_PICTURES = "pictures are drawn by matplotlib, which is not installed: pip install 'qtensor[calibration]'"
+NO_PICTURES = "pictures are drawn by matplotlib, which is not installed: pip install 'qtensor-fsdp[calibration]'"
 REFUSALS = (ValueError, TypeError, OSError, NotImplementedError, ImportError)
 
 

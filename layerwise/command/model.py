@@ -24,7 +24,7 @@ from fsdp_hooks.lazy_bits import resolve
 from layerwise.command.config import ModelKeys
 from layerwise.command.yaml_text import ConfigError
 
-MISSING = "models are built by transformers, which is not installed: pip install 'qtensor[command]'"
+MISSING = "models are built by transformers, which is not installed: pip install 'qtensor-fsdp[command]'"
 NO_CLASS = (
     "transformers' AutoModelForCausalLM and AutoModelForImageTextToText do not build it, and code in the directory is "
     "never run"

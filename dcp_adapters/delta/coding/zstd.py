@@ -10,7 +10,7 @@ from dcp_adapters.delta.coding.damage import damaged
 
 LARGEST_WINDOW = 24  # log2 of bytes; frames are smaller, and a hostile one may not ask for more
 MISSING = (
-    'deltas are compressed with zstd, which Python has from 3.14 on; install "qtensor[delta]", or backports.zstd, '
+    'deltas are compressed with zstd, which Python has from 3.14 on; install "qtensor-fsdp[delta]", or backports.zstd, '
     "before that"
 )
 

@@ -212,4 +212,4 @@ def test_without_zstd_a_command_says_what_to_install(
     v0, v1 = (str(directory(tmp_path / f"v{seed}", seed)) for seed in range(2))
     for name in ("compression.zstd", "backports.zstd"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert 'install "qtensor[delta]", or backports.zstd' in fails(capsys, "delta", v0, v1, str(tmp_path / "d"))
+    assert 'install "qtensor-fsdp[delta]", or backports.zstd' in fails(capsys, "delta", v0, v1, str(tmp_path / "d"))

@@ -311,7 +311,7 @@ def test_without_the_package_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(
-        ImportError, match=r'written by the package gguf, which is not there; install "qtensor\[gguf\]"'
+        ImportError, match=r'written by the package gguf, which is not there; install "qtensor-fsdp\[gguf\]"'
     ):
         export_gguf(quantized("MXFP4"), tmp_path / "out.gguf", like=like, progress=False)
 

@@ -131,7 +131,8 @@ def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     (told,) = refusal(tmp_path, output={"report": [str(tmp_path / "r.png")]})
     assert told == (
-        "output.report: pictures are drawn by matplotlib, which is not installed: pip install 'qtensor[calibration]'"
+        "output.report: pictures are drawn by matplotlib, which is not installed: "
+        "pip install 'qtensor-fsdp[calibration]'"
     )
 
 

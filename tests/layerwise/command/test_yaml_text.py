@@ -79,5 +79,5 @@ def test_without_pyyaml_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"pip install 'qtensor\[command\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'qtensor-fsdp\[command\]'"):
         plain_values("a: 1")

@@ -168,5 +168,5 @@ def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"drawing needs matplotlib.*pip install 'qtensor\[calibration\]'"):
+    with pytest.raises(ImportError, match=r"drawing needs matplotlib.*pip install 'qtensor-fsdp\[calibration\]'"):
         example().plot(tmp_path / "a.png")
