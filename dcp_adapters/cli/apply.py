@@ -10,7 +10,8 @@ ABOUT = """\
 Write BASE with the changes of one or more deltas as OUT. BASE must be the state that the first delta starts from, or
 one that a later one does; every delta must start where the one before it leads to. Digests are compared before and
 after, and nothing is written if anything is wrong. OUT must not exist, or be empty, and appears only when it is
-complete; where OUT holds the result already, nothing is done. Needs zstd: pip install "qtensor[delta]"."""
+complete; where OUT holds the result already, nothing is done. Needs
+zstd: pip install "qtensor-fsdp[delta]"."""
 EXAMPLES = """\
 examples:
   %(prog)s exported-1 1-to-2.delta out

@@ -9,7 +9,8 @@ from dcp_adapters.delta.files import write_delta
 ABOUT = """\
 Write what leads from OLD to NEW, byte for byte, as one compressed file. Both are checkpoints, or both are Hugging Face
 directories, with the same names, recipes and shapes; other differences are named and refused. Entries of bytes that
-changed are in the file whole. One tensor of each is in memory at a time. Needs zstd: pip install "qtensor[delta]"."""
+changed are in the file whole. One tensor of each is in memory at a time. Needs
+zstd: pip install "qtensor-fsdp[delta]"."""
 EXAMPLES = """\
 examples:
   %(prog)s exported-1 exported-2 1-to-2.delta

@@ -15,7 +15,7 @@ ABOUT = """\
 Write the weights of a checkpoint as a Hugging Face directory that inference engines load: safetensors with the very
 bytes of the checkpoint, compared with its checksums if it has some, and the JSON that tells of them. OUT must not
 exist, or be empty, and appears only when it is complete. One file is in memory at a time. With --layout gguf OUT is
-one file, which llama.cpp runs; it needs pip install "qtensor[gguf]"."""
+one file, which llama.cpp runs; it needs pip install "qtensor-fsdp[gguf]"."""
 EXAMPLES = """\
 examples:
   %(prog)s runs/step-1000 out --config model                 vLLM, SGLang, transformers

@@ -216,5 +216,5 @@ def test_a_frame_that_says_it_holds_more_takes_no_memory_for_it() -> None:
 def test_without_zstd_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("compression.zstd", "backports.zstd"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r'Python has from 3.14 on; install "qtensor\[delta\]", or backports.zstd'):
+    with pytest.raises(ImportError, match=r'from 3.14 on; install "qtensor-fsdp\[delta\]", or backports.zstd'):
         compress(b"", 1)
