@@ -96,6 +96,16 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[t
             place; a weight is there without another whose scale it shares.
         RuntimeError: on all ranks of a group, where they have different weights, or one of them failed; nothing has
             been written.
+
+    Example:
+        ```python
+        >>> with quantized_model_init(NVFP4BlockScaling()):
+        ...     model = fully_shard(nn.Linear(64, 64))
+        >>> with torch.no_grad():
+        ...     model.weight.to_local().copy_(torch.randn(64, 64))  # each shard chooses a scale of its own
+        >>> sync_scales(model)  # now all have one; a single rank has nobody to ask
+        0
+        ```
     """
     if isinstance(model_or_params, torch.nn.Module):
         named = parameters_at_rest(model_or_params)

@@ -86,6 +86,15 @@ def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Modu
         RuntimeError: the body changed parameters although writeback is False (nothing was stored), or changed them and
             then sharded them again.
         ValueError: a changed parameter is gone or has another shape than before (nothing was stored).
+
+    Example:
+        ```python
+        >>> model = fully_shard(nn.Linear(64, 64))
+        >>> with torch.no_grad(), unsharded(model, writeback=True) as whole:
+        ...     whole.weight.fill_(0.5)
+        >>> model.weight.to_local().mean()
+        tensor(0.5000, grad_fn=<MeanBackward0>)
+        ```
     """
     with hold_gathered(
         module, [child for child in module.modules() if isinstance(child, FSDPModule)], writeback=writeback

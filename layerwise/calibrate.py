@@ -113,6 +113,15 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
         NotImplementedError: a model whose layers depend on each other in a way that cannot be replayed, by name.
         RuntimeError: weights were changed where the change would be lost; inputs that are not finite; a factorisation
             that failed. Finished layers keep their results, and the model is sharded and usable.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64)))
+        >>> batches = [torch.randn(8, 64)]
+        >>> result = calibrate(model, batches, recipe=NVFP4BlockScaling(), algorithm=GPTQ(), layers=["0", "1"])
+        >>> sorted(result.state_dict())
+        ['0.0.weight', '1.0.weight']
+        ```
     """
     model = without_replication(model)
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)

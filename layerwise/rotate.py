@@ -41,6 +41,14 @@ class RotationReport:
             they were rotated, rounded, and rotated back; at least that of one weight, and at most a bound for all.
         changed: fqns of all parameters that were written.
         online: fqn of each linear whose inputs are rotated at run time -> its block.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> report = rotate_(model, torch.randn(8, 64), where=(), online=["0"])
+        >>> report.difference <= report.allowed
+        True
+        ```
     """
 
     difference: float
@@ -98,6 +106,14 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         NotImplementedError: the model is not one that can be rotated exactly, by name; nothing was changed.
         OverflowError, RuntimeError: rotated values leave the range of their dtype, or the outputs differ by more than
             rounding; everything was put back.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> report = rotate_(model, torch.randn(8, 64), where=(), online=["0"])
+        >>> report.changed, dict(report.online)
+        (('0.weight',), {'0': 32})
+        ```
     """
     asked = RotationOptions(
         where=where, block=block, seed=seed, reads=reads, writes=writes, head_dim=head_dim, tied=tied, online=online
@@ -145,6 +161,13 @@ def rotate_inputs_(model: nn.Module, online: Mapping[str, int]) -> dict[str, int
 
     Raises:
         ValueError, TypeError: globs, modules or blocks that do not fit, by name; nothing was changed.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> rotate_inputs_(model, {"0": 32})  # before a checkpoint of the rotated model is loaded
+        {'0': 32}
+        ```
     """
     for pattern, block in online.items():
         if not is_size(block):

@@ -91,6 +91,15 @@ def search_formats(  # noqa: PLR0913 - the options of a run, keyword-only
             ranks.
         NotImplementedError: a model whose layers depend on each other in a way that cannot be replayed, by name.
         RuntimeError: inputs that are not finite; weights that somebody wrote into.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        >>> menu = [NVFP4BlockScaling(), MXFP8BlockScaling()]
+        >>> assignment = search_formats(model, [torch.randn(8, 64)], recipes=menu, bits_per_weight=7, layers=["0", "1"])
+        >>> assignment.bits_per_weight <= 7
+        True
+        ```
     """
     model = without_replication(model)
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)

@@ -63,6 +63,16 @@ def apply_deltas(
             to what it says; a tensor cannot be written in place, or shares memory with one that becomes another. The
             target is as it was.
         RuntimeError: another rank failed; its text says whether the target is as it was.
+
+    Example:
+        ```python
+        >>> sent, new = {"weight": torch.zeros(64, 64)}, {"weight": torch.ones(64, 64)}
+        >>> delta = HeldVersion(sent).since(new, version=1)
+        >>> apply_deltas(sent, [delta])
+        1
+        >>> torch.equal(sent["weight"], new["weight"])
+        True
+        ```
     """
     group = whole_group("apply_deltas", group, no_dist=no_dist)
     with waited_for(group or ALONE, "apply_deltas"), raise_together(group):

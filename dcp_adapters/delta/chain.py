@@ -57,7 +57,15 @@ def deltas_left(deltas: Sequence[Delta], digest: str, where: str) -> Sequence[De
 
 @dataclass(frozen=True, kw_only=True)
 class Anchors:
-    """How often a full version is saved or sent, so that no chain is longer than `every` - 1 deltas."""
+    """How often a full version is saved or sent, so that no chain is longer than `every` - 1 deltas.
+
+    Example:
+        ```python
+        >>> anchors = Anchors(every=3)
+        >>> [anchors.is_full(deltas) for deltas in (None, 0, 1, 2)]  # how many deltas followed the last full version
+        [True, False, False, True]
+        ```
+    """
 
     every: int = 10
 
@@ -86,6 +94,12 @@ def removable(bases: Mapping[str, str | None], keep: Collection[str]) -> set[str
     Raises:
         ValueError: a version to be kept, or one that it needs, is not there; versions are each other's bases; `keep`
             is one name.
+
+    Example:
+        ```python
+        >>> sorted(removable({"1": None, "2": "1", "3": None, "4": "3"}, keep=["4"]))
+        ['1', '2']
+        ```
     """
     refuse_one_name(keep)
     needed: set[str] = set()

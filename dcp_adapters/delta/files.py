@@ -45,6 +45,15 @@ class WrittenDelta:
         out: the file.
         delta: what is in it.
         nbytes: of the file.
+
+    Example:
+        ```python
+        >>> for step, value in ((1, 0.0), (2, 1.0)):
+        ...     dcp.save({"w": torch.full((64,), value)}, checkpoint_id=f"step-{step}", planner=QuantizedSavePlanner())
+        >>> written = write_delta("step-1", "step-2", "1-to-2.delta")
+        >>> written.nbytes > 0, written.weights
+        (True, 64)
+        ```
     """
 
     old: str
@@ -93,6 +102,16 @@ class PatchedCopy:
         applied: how many of them were needed.
         result: the digest of the result.
         written: False where `out` was the result already.
+
+    Example:
+        ```python
+        >>> for step, value in ((1, 0.0), (2, 1.0)):
+        ...     dcp.save({"w": torch.full((64,), value)}, checkpoint_id=f"step-{step}", planner=QuantizedSavePlanner())
+        >>> write_delta("step-1", "step-2", "1-to-2.delta")
+        >>> copy = patched_copy("step-1", ["1-to-2.delta"], "copy")
+        >>> copy.applied, copy.written
+        (1, True)
+        ```
     """
 
     base: str
@@ -136,6 +155,15 @@ def write_delta(
         ValueError: names, recipes, dtypes or shapes differ, all of them named; a checkpoint and a directory.
         CheckpointUnusable: a checkpoint cannot be read, or is damaged.
         FileExistsError, FileNotFoundError: `out` is taken, or its directory does not exist.
+
+    Example:
+        ```python
+        >>> for step, value in ((1, 0.0), (2, 1.0)):
+        ...     dcp.save({"w": torch.full((64,), value)}, checkpoint_id=f"step-{step}", planner=QuantizedSavePlanner())
+        >>> written = write_delta("step-1", "step-2", "1-to-2.delta")
+        >>> written.out
+        '1-to-2.delta'
+        ```
     """
     out = Path(out)
     if out.exists() or out.is_symlink():  # now, not when all has been read
@@ -173,6 +201,16 @@ def patched_copy(
         ValueError: the deltas are no chain or damaged; the base is none of their states, or has other tensors.
         CheckpointUnusable: the base cannot be read.
         FileExistsError, FileNotFoundError: `out` holds something else, or the directory above it does not exist.
+
+    Example:
+        ```python
+        >>> for step, value in ((1, 0.0), (2, 1.0)):
+        ...     dcp.save({"w": torch.full((64,), value)}, checkpoint_id=f"step-{step}", planner=QuantizedSavePlanner())
+        >>> write_delta("step-1", "step-2", "1-to-2.delta")
+        >>> patched_copy("step-1", ["1-to-2.delta"], "copy")
+        >>> digest("copy") == digest("step-2")
+        True
+        ```
     """
     opened = [delta if isinstance(delta, Delta) else open_delta(delta) for delta in deltas]
     check_chain(opened)

@@ -40,6 +40,15 @@ class HeldVersion:
     Raises:
         ValueError: a leaf is no tensor, has no bytes, or is placed so that a rank's local tensor is no box; ranks have
             other tensors than each other.
+
+    Example:
+        ```python
+        >>> state = {"weight": torch.zeros(64, 64)}
+        >>> sent = HeldVersion(state, version=0)
+        >>> state["weight"][0, 0] = 1.0
+        >>> delta = sent.since(state, version=1)
+        >>> sent.hold(state, version=1)
+        ```
     """
 
     def __init__(

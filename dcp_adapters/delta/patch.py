@@ -47,6 +47,16 @@ class Delta:
         layout: what both states have.
         frames, blobs: what changed. read: hands out their bytes.
         where: what messages call it.
+
+    Example:
+        ```python
+        >>> state = {"weight": torch.zeros(64, 64)}
+        >>> sent = HeldVersion(state, version=0)
+        >>> state["weight"][0, 0] = 1.0
+        >>> delta = sent.since(state, version=1)
+        >>> delta.base_version, delta.version
+        (0, 1)
+        ```
     """
 
     base: str

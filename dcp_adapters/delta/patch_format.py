@@ -46,7 +46,16 @@ DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstan
 
 
 def delta_to_bytes(delta: Delta) -> bytes:
-    """The file's bytes; the same for the same delta and version of zstd."""
+    """The file's bytes; the same for the same delta and version of zstd.
+
+    Example:
+        ```python
+        >>> delta = HeldVersion({"weight": torch.zeros(64, 64)}).since({"weight": torch.ones(64, 64)}, version=1)
+        >>> message = delta_to_bytes(delta)
+        >>> delta_from_bytes(message).version
+        1
+        ```
+    """
     table = compress(_json(_table(delta)).encode(), LEVEL)
     header = {
         "format_version": FORMAT_VERSION,
@@ -67,6 +76,13 @@ def delta_from_bytes(data: bytes, where: str = "the delta") -> Delta:
 
     Raises:
         ValueError: it is no delta, of another format version, or damaged.
+
+    Example:
+        ```python
+        >>> delta = HeldVersion({"weight": torch.zeros(64, 64)}).since({"weight": torch.ones(64, 64)}, version=1)
+        >>> delta_from_bytes(delta_to_bytes(delta)).result == delta.result
+        True
+        ```
     """
     try:
         tensors = load(data)
@@ -81,6 +97,13 @@ def save_delta(delta: Delta, path: str | os.PathLike[str]) -> Path:
 
     Raises:
         FileExistsError, FileNotFoundError: the name is taken, or its directory does not exist. Nothing is overwritten.
+
+    Example:
+        ```python
+        >>> delta = HeldVersion({"weight": torch.zeros(64, 64)}).since({"weight": torch.ones(64, 64)}, version=1)
+        >>> save_delta(delta, "0-to-1.delta").name
+        '0-to-1.delta'
+        ```
     """
     final = Path(path)
     if final.exists() or final.is_symlink():
@@ -105,6 +128,14 @@ def open_delta(path: str | os.PathLike[str]) -> Delta:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is no delta, of another format version, or damaged.
+
+    Example:
+        ```python
+        >>> delta = HeldVersion({"weight": torch.zeros(64, 64)}).since({"weight": torch.ones(64, 64)}, version=1)
+        >>> save_delta(delta, "0-to-1.delta")
+        >>> open_delta("0-to-1.delta").version
+        1
+        ```
     """
     path = Path(path)
     if not path.is_file():

@@ -30,6 +30,15 @@ def checkpoint_bases(root: str | os.PathLike[str]) -> dict[str, str | None]:
     Raises:
         OSError: no such directory, or it cannot be read.
         ValueError: the `.metadata` of a checkpoint is damaged, so that nobody knows what it needs.
+
+    Example:
+        ```python
+        >>> state = {"weight": quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        >>> dcp.save(state, checkpoint_id="run/step-1000", planner=QuantizedSavePlanner())
+        >>> dcp.save(state, checkpoint_id="run/step-1010", planner=QuantizedSavePlanner(delta_to="run/step-1000"))
+        >>> checkpoint_bases("run")
+        {'step-1000': None, 'step-1010': 'step-1000'}
+        ```
     """
     root = Path(root).resolve()
     bases: dict[str, str | None] = {}
@@ -62,6 +71,15 @@ def remove_checkpoints(root: str | os.PathLike[str], keep: Collection[str | os.P
     Raises:
         ValueError: one to be kept, or its base, is not there; a `.metadata` cannot be read. Nothing has been removed.
         OSError: a directory cannot be read, or a file cannot be removed.
+
+    Example:
+        ```python
+        >>> state = {"weight": quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        >>> dcp.save(state, checkpoint_id="run/step-1000", planner=QuantizedSavePlanner())
+        >>> dcp.save(state, checkpoint_id="run/step-1010", planner=QuantizedSavePlanner(delta_to="run/step-1000"))
+        >>> remove_checkpoints("run", keep=["step-1010"])  # its base stays with it
+        []
+        ```
     """
     refuse_one_name(keep)
     root = Path(root).resolve()

@@ -69,6 +69,15 @@ def digest(  # noqa: PLR0913 - options of one operation
             cannot be read; for a directory and received tensors as `import_hf`.
         RuntimeError: on all ranks: they hold other tensors, or one of them failed.
         TypeError: `weights` is anything else, or an argument does not go with it.
+
+    Example:
+        ```python
+        >>> model = nn.Linear(64, 64)
+        >>> quantize_(model, MXFP8BlockScaling())
+        >>> dcp.save(model.state_dict(), checkpoint_id="step-1000", planner=QuantizedSavePlanner())
+        >>> digest(model) == digest("step-1000")
+        True
+        ```
     """
     return whole_digest(tensor_digests(weights, config=config, like=like, prefix=prefix, group=group, no_dist=no_dist))
 
@@ -86,6 +95,14 @@ def tensor_digests(  # noqa: PLR0913 - those of digest
 
     Where two models' digests differ, the first entry that differs says which tensor does. A tensor's digest does not
     depend on its name.
+
+    Example:
+        ```python
+        >>> before = {"a": torch.zeros(4), "b": torch.ones(4)}
+        >>> old, new = tensor_digests(before), tensor_digests({**before, "b": torch.zeros(4)})
+        >>> [name for name in old if old[name] != new[name]]
+        ['b']
+        ```
     """
     if isinstance(weights, str | os.PathLike):
         if config is not None:

@@ -29,6 +29,15 @@ class Entry:
 
     recipe: None for a dense tensor. shape: the logical, global shape. dtype: for a quantized tensor, the dtype it
     appears to have.
+
+    Example:
+        ```python
+        >>> state = {"weight": quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        >>> dcp.save(state, checkpoint_id="step-1000", planner=QuantizedSavePlanner())
+        >>> entry = read_manifest("step-1000").tensors["weight"]
+        >>> entry.recipe == MXFP8BlockScaling(), entry.dtype
+        (True, torch.float32)
+        ```
     """
 
     name: str

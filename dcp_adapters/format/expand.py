@@ -37,6 +37,13 @@ def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a part's name is taken already; a column cut does not fall on block boundaries; the shards of a
             gathered weight hold different tensor-wide scales.
+
+    Example:
+        ```python
+        >>> state = {"weight": quantize(torch.randn(64, 64), NVFP4BlockScaling()), "bias": torch.zeros(64)}
+        >>> list(expand(state))
+        ['weight.payload', 'weight.scale', 'weight.global_scale', 'bias']
+        ```
     """
     out: dict[str, Any] = {}
     for name, value in state_dict.items():

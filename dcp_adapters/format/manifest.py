@@ -46,6 +46,15 @@ class BaseLink:
 
     path: of its directory, relative to that of the delta, with slashes. digest: xxh3_128 of its `.metadata`, which no
     other save has.
+
+    Example:
+        ```python
+        >>> state = {"weight": quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        >>> dcp.save(state, checkpoint_id="step-1000", planner=QuantizedSavePlanner())
+        >>> dcp.save(state, checkpoint_id="step-1010", planner=QuantizedSavePlanner(delta_to="step-1000"))
+        >>> read_manifest("step-1010").base.path
+        '../step-1000'
+        ```
     """
 
     path: str
@@ -72,6 +81,14 @@ class Manifest:
     """All quantized tensors of a checkpoint, by state-dict name.
 
     digests: of all tensors, where they were recorded. base: what the checkpoint is a delta to; None: it is a full one.
+
+    Example:
+        ```python
+        >>> dcp.save({"weight": torch.ones(4)}, checkpoint_id="dense", planner=QuantizedSavePlanner())
+        >>> manifest = read_manifest("dense")
+        >>> manifest.tensors, manifest.base  # nothing quantized, and a full checkpoint
+        ({}, None)
+        ```
     """
 
     tensors: Mapping[str, Entry] = field(default_factory=dict)

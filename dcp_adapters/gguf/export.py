@@ -82,6 +82,11 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
             that `like` has and the source does not; `like` is no GGUF file; and what export_hf raises it for.
         TypeError: a source of another kind.
         ImportError: the package gguf is not installed.
+
+    Example:
+        ```python
+        >>> export_gguf("step-1000", "model.gguf", like="model-bf16.gguf", prefix="model")
+        ```
     """
     ranks = chosen_ranks("export_gguf", group, no_dist=no_dist)
     check_adapters("export_gguf", adapters)

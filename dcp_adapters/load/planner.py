@@ -90,6 +90,16 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         EOFError, FileNotFoundError: a file of the checkpoint is truncated or missing, or the base of a delta is; a
             base that is another checkpoint by now is a ValueError. Nothing has been written.
         RuntimeError: a chunk's bytes are not those that were saved; another rank failed while scales were agreed on.
+
+    Example:
+        ```python
+        >>> saved = {"weight": quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        >>> dcp.save(saved, checkpoint_id="step-1000", planner=QuantizedSavePlanner())
+        >>> found = {"weight": quantize(torch.zeros(64, 64), MXFP8BlockScaling())}
+        >>> dcp.load(found, checkpoint_id="step-1000", planner=QuantizedLoadPlanner())
+        >>> torch.equal(found["weight"].dequantize(), saved["weight"].dequantize())
+        True
+        ```
     """
 
     def __init__(

@@ -109,6 +109,12 @@ class AtomicFileSystemWriter(FileSystemWriter):
 
     Raises:
         ValueError: a thread_count below 1.
+
+    Example:
+        ```python
+        >>> state = {"weight": quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        >>> dcp.save(state, storage_writer=AtomicFileSystemWriter("latest"), planner=QuantizedSavePlanner())
+        ```
     """
 
     def __init__(self, path: str | os.PathLike[str], **kwargs: Any) -> None:

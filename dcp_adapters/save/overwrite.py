@@ -93,6 +93,13 @@ def remove_replaced(checkpoint_id: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: it is a URL.
         OSError: a file cannot be removed.
+
+    Example:
+        ```python
+        >>> state = {"weight": quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        >>> dcp.save(state, checkpoint_id="latest", planner=QuantizedSavePlanner())  # maybe over an older one
+        >>> remove_replaced("latest")
+        ```
     """
     if _local(checkpoint_id) is None:
         raise ValueError(f"{checkpoint_id}: expected a local directory; behind URLs saves overwrite files in place")

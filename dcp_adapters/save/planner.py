@@ -91,6 +91,14 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             meanwhile (ValueError where it was replaced): then no `.metadata` is written.
         ImportError: delta_to without zstd.
         RuntimeError: the storage writer lost a chunk (a writing thread that failed, say); no `.metadata` is written.
+
+    Example:
+        ```python
+        >>> state = {"weight": quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        >>> dcp.save(state, checkpoint_id="step-1000", planner=QuantizedSavePlanner())
+        >>> list(read_manifest("step-1000").tensors)
+        ['weight']
+        ```
     """
 
     def __init__(

@@ -22,6 +22,14 @@ def read_manifest(checkpoint: str | os.PathLike[str] | StorageReader) -> Manifes
         FileNotFoundError: there is no `.metadata`: the directory holds no checkpoint, or one whose saving never
             finished.
         ValueError: the checkpoint was not saved with QuantizedSavePlanner, or its manifest cannot be read.
+
+    Example:
+        ```python
+        >>> state = {"weight": quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        >>> dcp.save(state, checkpoint_id="step-1000", planner=QuantizedSavePlanner())
+        >>> read_manifest("step-1000").tensors["weight"].shape
+        (64, 64)
+        ```
     """
     reader = checkpoint if isinstance(checkpoint, StorageReader) else SafeFileSystemReader(checkpoint)
     where = getattr(reader, "checkpoint_id", checkpoint)

@@ -60,6 +60,14 @@ class LatestVerified:
     Attributes:
         path: the newest save that verifies; None where there is none.
         skipped: the newer directories that were passed over, newest first; all of them where path is None.
+
+    Example:
+        ```python
+        >>> dcp.save({"weight": torch.ones(4)}, checkpoint_id="run/step-1000", planner=QuantizedSavePlanner())
+        >>> found = latest_verified("run")
+        >>> found.path.name, found.skipped
+        ('step-1000', ())
+        ```
     """
 
     path: Path | None
@@ -75,6 +83,14 @@ class Retained:
         removed: the saves that were removed.
         spared: older saves that stayed because a link names them, or a save that stays needs them.
         skipped: newer directories that do not verify; they stayed.
+
+    Example:
+        ```python
+        >>> dcp.save({"weight": torch.ones(4)}, checkpoint_id="run/step-1000", planner=QuantizedSavePlanner())
+        >>> kept = keep_latest("run", keep=2)
+        >>> [save.name for save in kept.verified], kept.removed
+        (['step-1000'], ())
+        ```
     """
 
     verified: tuple[Path, ...]
@@ -113,6 +129,14 @@ def latest_verified(
 
     Warns:
         UserWarning: on rank 0, for what is passed over, with the reasons.
+
+    Example:
+        ```python
+        >>> state = {"weight": quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        >>> dcp.save(state, checkpoint_id="run/step-1000", planner=QuantizedSavePlanner())
+        >>> latest_verified("run").path.name
+        'step-1000'
+        ```
     """
 
     def look() -> LatestVerified:
@@ -158,6 +182,14 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
 
     Warns:
         UserWarning: on rank 0, for newer directories that do not verify.
+
+    Example:
+        ```python
+        >>> for step in (1, 2, 3):
+        ...     dcp.save({"weight": torch.ones(4)}, checkpoint_id=f"run/step-{step}", planner=QuantizedSavePlanner())
+        >>> [save.name for save in keep_latest("run", keep=2).removed]
+        ['step-1']
+        ```
     """
 
     def tidy() -> Retained:

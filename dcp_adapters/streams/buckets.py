@@ -18,7 +18,16 @@ ALIGNED = 64
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor that a stream sends: its name in the checkpoint, its dtype and shape."""
+    """A tensor that a stream sends: its name in the checkpoint, its dtype and shape.
+
+    Example:
+        ```python
+        >>> state = {"up.weight": quantize(torch.ones(4, 64), MXFP8BlockScaling())}
+        >>> stream = WeightStream(state, config={"model_type": "mine"})
+        >>> [(record.name, record.shape, record.nbytes) for record in stream.metadata()]
+        [('up.weight', (4, 64), 256), ('up.weight_scale', (4, 2), 8)]
+        ```
+    """
 
     name: str
     dtype: torch.dtype

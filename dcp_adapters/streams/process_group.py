@@ -48,6 +48,13 @@ def join_group(address: str, rank: int, ranks: int, *, timeout: float = 300.0) -
     Raises:
         ValueError: `address` is not "host:port"; there is no such rank.
         RuntimeError: they were not there in time.
+
+    Example:
+        ```python
+        >>> group = join_group("127.0.0.1:29400", rank=0, ranks=2)  # the other process calls it with rank=1
+        >>> group.size()
+        2
+        ```
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -68,6 +75,14 @@ class GroupSender:
 
     Raises:
         ValueError: this process is not in the group, or alone in it.
+
+    Example:
+        ```python
+        >>> state = {"up.weight": quantize(torch.ones(4, 64), MXFP8BlockScaling())}
+        >>> stream = WeightStream(state, config={"model_type": "mine"})
+        >>> group = join_group("127.0.0.1:29400", rank=0, ranks=2)  # an engine joins as rank 1
+        >>> stream.send(GroupSender(group))
+        ```
     """
 
     def __init__(self, group: Any, *, timeout: float = 300.0) -> None:
@@ -148,6 +163,15 @@ class GroupReceiver(Receiver):
 
     Raises:
         ValueError: this process is not in the group, or is the sender.
+
+    Example:
+        ```python
+        >>> receiver = GroupReceiver(join_group("127.0.0.1:29400", rank=1, ranks=2))
+        >>> with receiver.receive() as weights:
+        ...     received = {name: tensor for tensors in weights for name, tensor in tensors.items()}
+        >>> sorted(received)
+        ['up.weight', 'up.weight_scale']
+        ```
     """
 
     def __init__(self, group: Any, *, sender: int = 0, timeout: float = 300.0, patience: float | None = None) -> None:

@@ -54,6 +54,14 @@ class SharedMemorySender:
         FileExistsError: somebody listens there, or it is no socket.
         FileNotFoundError: there is no such directory.
         ValueError: the path is too long for a socket; a number that is not positive.
+
+    Example:
+        ```python
+        >>> state = {"up.weight": quantize(torch.ones(4, 64), MXFP8BlockScaling())}
+        >>> stream = WeightStream(state, config={"model_type": "mine"})
+        >>> with SharedMemorySender("weights.socket") as sender:  # an engine receives from there
+        ...     stream.send(sender)
+        ```
     """
 
     def __init__(
@@ -192,6 +200,16 @@ class SharedMemoryReceiver(Receiver):
         address: where the sender listens, or will listen.
         timeout: seconds that the sender may take for a bucket, once it has begun.
         patience: seconds that it may take to announce the next version; None: as long as it likes.
+
+    Example:
+        ```python
+        >>> with SharedMemoryReceiver("weights.socket") as receiver, receiver.receive() as weights:
+        ...     for tensors in weights:  # valid until the next bucket is asked for
+        ...         for name, tensor in tensors.items():
+        ...             print(name, tuple(tensor.shape))
+        up.weight (4, 64)
+        up.weight_scale (4, 2)
+        ```
     """
 
     def __init__(

@@ -61,6 +61,14 @@ class Incoming(ABC):
         announcement: what it is.
         came: buckets that have come.
         complete: whether everything came and was compared.
+
+    Example:
+        ```python
+        >>> with SharedMemoryReceiver("weights.socket") as receiver, receiver.receive() as weights:
+        ...     received = {name: tensor.clone() for tensors in weights for name, tensor in tensors.items()}
+        >>> weights.version, weights.base, sorted(received)
+        (1, None, ['up.weight', 'up.weight_scale'])
+        ```
     """
 
     def __init__(self, announcement: Announcement) -> None:

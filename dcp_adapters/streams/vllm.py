@@ -27,6 +27,12 @@ def vllm_source(stream: WeightStream) -> Any:
 
     Raises:
         ImportError: no vLLM, or one without this interface.
+
+    Example:
+        ```python
+        >>> source = vllm_source(WeightStream(model))
+        >>> [name for name, tensor in source]
+        ```
     """
     base = importlib.import_module(SEAM)
     if not hasattr(base, "WeightSource"):

@@ -89,6 +89,16 @@ class WeightStream:
     Raises:
         ValueError: what `export_hf` refuses, with the same text on all ranks; an unknown option.
         TypeError: a source or config of another kind.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> stream = WeightStream(model, recipe=MXFP8BlockScaling(), config={"model_type": "mine"})
+        >>> [name for bucket in stream for name in bucket]
+        ['0.weight', '0.weight_scale', '0.bias']
+        >>> stream.version
+        1
+        ```
     """
 
     def __init__(  # noqa: PLR0913 - options of one operation

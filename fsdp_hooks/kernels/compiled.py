@@ -53,10 +53,6 @@ VECTORS = {"AVX512": 512, "AVX2": 256}  # bits that inductor takes by itself, by
 class use_kernels:  # noqa: N801 - reads as a statement: use_kernels("eager")
     """Choose, for this process, whether numeric kernels are compiled; the bytes are the same.
 
-        use_kernels("eager")            # from here on
-        with use_kernels("compiled"):   # until the end of the block
-            ...
-
     Args:
         mode: "auto" (the default: compiled for large tensors, where there is a compiler), "compiled" (compiled for
             tensors of any size, and a failing compiler raises) or "eager". The environment variable QTENSOR_KERNELS
@@ -64,6 +60,12 @@ class use_kernels:  # noqa: N801 - reads as a statement: use_kernels("eager")
 
     Raises:
         ValueError: another mode.
+
+    Example:
+        ```python
+        >>> with use_kernels("eager"):  # until the end of the block; use_kernels("eager") alone: from here on
+        ...     q = quantize(torch.randn(4, 64), MXFP8BlockScaling())
+        ```
     """
 
     mode: ClassVar[str] = "auto"

@@ -38,6 +38,12 @@ class Inputs:
         cross: fp32 [K, K], 2 (y - x)^T x / tokens, where y is the same input in the unquantized model; None, too, where
             both are the same, as in the first layer. Where there is no y for a batch (`unpaired`), it counts as x.
         unpaired: rows of x without a y: experts get other tokens in the unquantized model.
+
+    Example:
+        ```python
+        >>> x = torch.randn(8, 64)
+        >>> Inputs(tokens=8, amax=x.abs().amax(), column_amax=x.abs().amax(0), column_mean=x.abs().mean(0))
+        ```
     """
 
     tokens: int
@@ -60,6 +66,12 @@ class Linear:
             transposed.
         amax: the amax that its shared scale is made from, as `formats.shared_amax` returns it; weights that share the
             scale have the same one. None for formats without a shared scale.
+
+    Example:
+        ```python
+        >>> linear = Linear("layers.0.up_proj.weight", torch.randn(64, 64))
+        >>> (decision,) = Max().decide(Group((linear,)), MXFP8BlockScaling())
+        ```
     """
 
     name: str
@@ -74,7 +86,15 @@ def upright(linears: Iterable[Linear]) -> tuple[Linear, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Linears that take the same input; `inputs` is None where no token reached them on any rank."""
+    """Linears that take the same input; `inputs` is None where no token reached them on any rank.
+
+    Example:
+        ```python
+        >>> group = Group((Linear("gate.weight", torch.randn(64, 64)), Linear("up.weight", torch.randn(32, 64))))
+        >>> len(Mse().decide(group, MXFP8BlockScaling()))  # a decision for each
+        2
+        ```
+    """
 
     linears: tuple[Linear, ...]
     inputs: Inputs | None = None
@@ -88,6 +108,14 @@ class Decision:
         quantizer: what fixes every scale, as `Format.quantizer` returns it for this weight.
         weight: fp32 [N, K], the values to round instead of the weight's own; only algorithms that write weights set it.
         notes: what a report shows, such as a clip ratio (a number) or a warning (text under "warning").
+
+    Example:
+        ```python
+        >>> group = Group((Linear("up.weight", torch.randn(64, 64)),))
+        >>> (decision,) = Max().decide(group, MXFP8BlockScaling())
+        >>> list(decision.quantizer), decision.weight
+        (['scale'], None)
+        ```
     """
 
     quantizer: Mapping[str, Tensor]
@@ -102,6 +130,14 @@ class Smoothing:
     Attributes:
         factors: fp32 [K], finite and positive; weights are multiplied by them, their input is divided.
         notes: what a report shows beside the decisions of these linears, such as "alpha".
+
+    Example:
+        ```python
+        >>> x, linear = torch.randn(8, 64), Linear("up.weight", torch.randn(64, 64))
+        >>> inputs = Inputs(tokens=8, amax=x.abs().amax(), column_amax=x.abs().amax(0), column_mean=x.abs().mean(0))
+        >>> SmoothQuant().smooth(Group((linear,), inputs), MXFP8BlockScaling()).factors.shape
+        torch.Size([64])
+        ```
     """
 
     factors: Tensor
@@ -117,6 +153,17 @@ class Algorithm:
             all the same, an error names the weights, and nothing of the layer is stored.
         layer_inputs: what the next layer is calibrated on by default: the outputs of the "unquantized" or of the
             "quantized" layer.
+
+    Example:
+        ```python
+        >>> class Rounded(Algorithm):  # three digits after the point, under Max's scales
+        ...     writes_weights = True
+        ...     def decide(self, group, recipe):
+        ...         kept = zip(group.linears, Max().decide(group, recipe))
+        ...         return [Decision(one.quantizer, linear.weight.float().round(decimals=3)) for linear, one in kept]
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> calibrate(model, None, recipe=MXFP8BlockScaling(), algorithm=Rounded(), layers=["0"])
+        ```
     """
 
     writes_weights: ClassVar[bool]

@@ -44,6 +44,12 @@ class AWQ(Algorithm):
 
     Raises:
         ValueError: another variant, or a number that is not above 0 and at most 1.
+
+    Example:
+        ```python
+        >>> model, batches = nn.Sequential(nn.Linear(64, 64)), [torch.randn(8, 64)]
+        >>> result = calibrate(model, batches, recipe=Int4GroupScaling(), algorithm=AWQ(variant="clip"), layers=["0"])
+        ```
     """
 
     writes_weights: ClassVar[bool] = True

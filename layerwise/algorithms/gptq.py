@@ -71,6 +71,12 @@ class GPTQ(Algorithm):
 
     Raises:
         ValueError: for any other value, or factors that need the Hessian with `hessians="one_at_a_time"`.
+
+    Example:
+        ```python
+        >>> model, batches = nn.Sequential(nn.Linear(64, 64)), [torch.randn(8, 64)]
+        >>> result = calibrate(model, batches, recipe=Int4GroupScaling(), algorithm=GPTQ(), layers=["0"])
+        ```
     """
 
     writes_weights: ClassVar[bool] = True

@@ -21,6 +21,12 @@ class LocalHessian(Algorithm):
 
     It tries the same scales as Mse, and its note "clip" means the same. Where no token reached a linear, Mse decides,
     and the note "warning" says so.
+
+    Example:
+        ```python
+        >>> model, batches = nn.Sequential(nn.Linear(64, 64)), [torch.randn(8, 64)]
+        >>> result = calibrate(model, batches, recipe=NVFP4BlockScaling(), algorithm=LocalHessian(), layers=["0"])
+        ```
     """
 
     writes_weights: ClassVar[bool] = False

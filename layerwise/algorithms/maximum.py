@@ -11,7 +11,14 @@ from qtensor.spec.registry import format_of
 
 @dataclass(frozen=True, kw_only=True)
 class Max(Algorithm):
-    """Scales from the amax of the weights: the bytes of `quantize`."""
+    """Scales from the amax of the weights: the bytes of `quantize`.
+
+    Example:
+        ```python
+        >>> model, batches = nn.Sequential(nn.Linear(64, 64)), [torch.randn(8, 64)]
+        >>> result = calibrate(model, batches, recipe=MXFP8BlockScaling(), algorithm=Max(), layers=["0"])
+        ```
+    """
 
     writes_weights: ClassVar[bool] = False
 

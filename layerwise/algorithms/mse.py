@@ -17,6 +17,12 @@ class Mse(Algorithm):
 
     It tries amax * m for 39 values of m from 0.25 to 4, and for the block scales of NVFP4 all positive E4M3 values
     under the global scale of the amax. The note "clip" is the mean ratio of the scales to Max's.
+
+    Example:
+        ```python
+        >>> model, batches = nn.Sequential(nn.Linear(64, 64)), [torch.randn(8, 64)]
+        >>> result = calibrate(model, batches, recipe=NVFP4BlockScaling(), algorithm=Mse(), layers=["0"])
+        ```
     """
 
     writes_weights: ClassVar[bool] = False

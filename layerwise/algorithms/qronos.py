@@ -64,6 +64,12 @@ class Qronos(Paired):
 
     Raises:
         ValueError: for any other value, as of GPTQ.
+
+    Example:
+        ```python
+        >>> model, batches = nn.Sequential(nn.Linear(64, 64)), [torch.randn(8, 64)]
+        >>> result = calibrate(model, batches, recipe=Int4GroupScaling(), algorithm=Qronos(), layers=["0"])
+        ```
     """
 
     alpha: float = 0.25

@@ -29,6 +29,12 @@ class SmoothQuant(Algorithm):
 
     Raises:
         ValueError: alpha is not between 0 and 1.
+
+    Example:
+        ```python
+        >>> model, batches = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64)), [torch.randn(8, 64)]
+        >>> result = calibrate(model, batches, recipe=MXFP8BlockScaling(), algorithm=SmoothQuant(alpha=0.8), layers=())
+        ```
     """
 
     writes_weights: ClassVar[bool] = True

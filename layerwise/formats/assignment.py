@@ -37,6 +37,14 @@ class Assignment:
 
     Raises:
         TypeError: a recipe is none.
+
+    Example:
+        ```python
+        >>> by_hand = Assignment({"0.weight": MXFP8BlockScaling(), "1.weight": None})
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        >>> list(calibrate(model, None, recipe=by_hand, layers=["0", "1"]).state_dict())
+        ['0.weight']
+        ```
     """
 
     recipes: Mapping[str, Recipe | None]

@@ -112,6 +112,15 @@ class Candidate:
         recipe: None: as it is.
         bits: of all parts of all its weights.
         error: comparable between groups.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        >>> menu = [NVFP4BlockScaling(), MXFP8BlockScaling()]
+        >>> assignment = search_formats(model, [torch.randn(8, 64)], recipes=menu, bits_per_weight=7, layers=["0", "1"])
+        >>> [one.bits for one in assignment.groups[0].candidates]  # in the order of the menu
+        [18464, 33792]
+        ```
     """
 
     recipe: Recipe | None
@@ -127,6 +136,15 @@ class LinearGroup:
         names: their fqns, in the model's order.
         weights: how many elements they have together.
         candidates: in the order of the menu.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        >>> menu = [NVFP4BlockScaling(), MXFP8BlockScaling()]
+        >>> assignment = search_formats(model, [torch.randn(8, 64)], recipes=menu, bits_per_weight=7, layers=["0", "1"])
+        >>> [(group.names, group.weights) for group in assignment.groups]
+        [(('0.weight',), 4096), (('1.weight',), 4096)]
+        ```
     """
 
     names: tuple[str, ...]

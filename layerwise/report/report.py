@@ -57,6 +57,14 @@ class LinearReport:
         clip: mean ratio of its scales to those that clip nothing; None where the algorithm does not choose it.
         alpha: the exponent that its columns were smoothed with; None where they were not.
         warning: what a reader should know, in words.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> report = calibrate(model, [torch.randn(8, 64)], recipe=MXFP8BlockScaling(), layers=["0"]).report
+        >>> [(record.name, record.tokens) for record in report.records]
+        [('0.weight', 8)]
+        ```
     """
 
     layer: int | None
@@ -89,6 +97,14 @@ class Report:
         layer_errors: SNR in dB of the output of each whole layer, by its number.
         resumed: numbers of the layers that an earlier run had finished and this one took from its checkpoint.
         title: what was calibrated and how, as a heading.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> report = calibrate(model, [torch.randn(8, 64)], recipe=MXFP8BlockScaling(), layers=["0"]).report
+        >>> print(report.table(worst=10))
+        >>> report.save("report.json")
+        ```
     """
 
     records: Sequence[LinearReport]

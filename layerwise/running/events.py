@@ -29,6 +29,14 @@ class Event:
         index: its number, from 0.
         count: how many there are.
         data: with "metrics" the layer's report, with "checkpoint" the directory, else nothing.
+
+    Example:
+        ```python
+        >>> model, events = nn.Sequential(nn.Linear(64, 64)), []
+        >>> calibrate(model, None, recipe=MXFP8BlockScaling(), layers=["0"], on_event=events.append)
+        >>> events[0].kind, events[0].layer
+        ('layer_start', '0')
+        ```
     """
 
     kind: str

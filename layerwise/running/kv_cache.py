@@ -30,6 +30,12 @@ class KVCache:
 
     Raises:
         ValueError: another dtype or granularity.
+
+    Example:
+        ```python
+        >>> KVCache(granularity="head")  # calibrate(..., kv_cache=KVCache(granularity="head"))
+        KVCache(dtype=torch.float8_e4m3fn, granularity='head')
+        ```
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn

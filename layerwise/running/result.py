@@ -31,6 +31,15 @@ class CalibrationResult:
         recipe: the format of the weights, or of each weight.
         report: errors, amaxes, clip ratios and warnings, a record for each linear.
         starved: names of the weights that no token reached on any rank; their scales come from the weights alone.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> result = calibrate(model, [torch.randn(8, 64)], recipe=MXFP8BlockScaling(), layers=["0"])
+        >>> type(result.state_dict()["0.weight"]).__name__
+        'MXFP8Tensor'
+        >>> print(result.report.table())
+        ```
     """
 
     recipe: Recipe | Assignment

@@ -49,6 +49,13 @@ class Float8CurrentScaling(Recipe):
 
     Raises:
         ValueError: for any other value.
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(4, 64), Float8CurrentScaling(granularity="row"))
+        >>> {name: tuple(part.shape) for name, part in q.parts().items()}
+        {'payload': (4, 64), 'scale': (4, 1)}
+        ```
     """
 
     gradient_elements: ClassVar[tuple[str, ...]] = tuple(ELEMENTS)
@@ -163,6 +170,13 @@ class Float8Tensor(QuantizedTensor):
     """A Float8 quantized tensor: `payload` float8 [.., K].
 
     `scale` is fp32: [.., 1] (a row), [] (the tensor) or [.., ceil(K / 128)] (blocks).
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(4, 64), Float8CurrentScaling())
+        >>> type(q).__name__, q.payload.dtype, q.scale.dtype
+        ('Float8Tensor', torch.float8_e4m3fn, torch.float32)
+        ```
     """
 
 

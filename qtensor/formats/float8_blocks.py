@@ -43,6 +43,13 @@ class Float8BlockScaling(Recipe):
 
     Raises:
         ValueError: for any other value.
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(256, 512), Float8BlockScaling())
+        >>> {name: tuple(part.shape) for name, part in q.parts().items()}
+        {'payload': (256, 512), 'scale': (256, 4)}
+        ```
     """
 
     element: str = "e4m3"

@@ -52,6 +52,13 @@ class Float8DelayedScaling(Recipe):
 
     Raises:
         ValueError: for any other value.
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(4, 64), Float8DelayedScaling(amax_history_len=16))
+        >>> {name: tuple(part.shape) for name, part in q.parts().items()}
+        {'payload': (4, 64), 'scale': (), 'amax_history': (16,)}
+        ```
     """
 
     gradient_elements: ClassVar[tuple[str, ...]] = tuple(ELEMENTS)

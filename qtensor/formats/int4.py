@@ -48,6 +48,13 @@ class Int4GroupScaling(Recipe):
 
     Raises:
         ValueError: for any other value.
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(4, 64), Int4GroupScaling(group=32))
+        >>> {name: tuple(part.shape) for name, part in q.parts().items()}
+        {'payload': (4, 32), 'scale': (4, 2)}
+        ```
     """
 
     group: int = 32
@@ -119,7 +126,15 @@ def _group(recipe: Int4GroupScaling) -> int:
 
 
 class Int4Tensor(QuantizedTensor):
-    """An INT4 quantized tensor: `payload` uint8 [.., K // 2], `scale` bf16 [.., K // group]."""
+    """An INT4 quantized tensor: `payload` uint8 [.., K // 2], `scale` bf16 [.., K // group].
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(4, 64), Int4GroupScaling())
+        >>> type(q).__name__, q.payload.dtype, q.scale.dtype
+        ('Int4Tensor', torch.uint8, torch.bfloat16)
+        ```
+    """
 
 
 register(

@@ -38,6 +38,13 @@ class MXFP4BlockScaling(Recipe):
 
     Raises:
         ValueError: for any other value.
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(4, 64), MXFP4BlockScaling())
+        >>> {name: tuple(part.shape) for name, part in q.parts().items()}
+        {'payload': (4, 32), 'scale': (4, 2)}
+        ```
     """
 
     scale_rounding: str = "up"
@@ -91,7 +98,15 @@ class _MXFP4(Format):
 
 
 class MXFP4Tensor(QuantizedTensor):
-    """An MXFP4 quantized tensor: `payload` uint8 [.., K // 2]; `scale` uint8 E8M0 codes [.., K // 32]."""
+    """An MXFP4 quantized tensor: `payload` uint8 [.., K // 2]; `scale` uint8 E8M0 codes [.., K // 32].
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(4, 64), MXFP4BlockScaling())
+        >>> type(q).__name__, q.payload.dtype, q.scale.dtype
+        ('MXFP4Tensor', torch.uint8, torch.uint8)
+        ```
+    """
 
 
 register(

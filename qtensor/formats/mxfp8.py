@@ -48,6 +48,13 @@ class MXFP8BlockScaling(Recipe):
 
     Raises:
         ValueError: for any other value.
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(4, 64), MXFP8BlockScaling())
+        >>> {name: tuple(part.shape) for name, part in q.parts().items()}
+        {'payload': (4, 64), 'scale': (4, 2)}
+        ```
     """
 
     gradient_elements: ClassVar[tuple[str, ...]] = ("e4m3",)
@@ -117,7 +124,15 @@ class _MXFP8(Format):
 
 
 class MXFP8Tensor(QuantizedTensor):
-    """An MXFP8 quantized tensor: `payload` float8 [.., K]; `scale` uint8 E8M0 codes [.., K // 32]."""
+    """An MXFP8 quantized tensor: `payload` float8 [.., K]; `scale` uint8 E8M0 codes [.., K // 32].
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(4, 64), MXFP8BlockScaling())
+        >>> type(q).__name__, q.payload.dtype, q.scale.dtype
+        ('MXFP8Tensor', torch.float8_e4m3fn, torch.uint8)
+        ```
+    """
 
 
 def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -58,6 +58,13 @@ class NVFP4BlockScaling(Recipe):
 
     Raises:
         ValueError: for any other value.
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(4, 64), NVFP4BlockScaling())
+        >>> {name: tuple(part.shape) for name, part in q.parts().items()}
+        {'payload': (4, 32), 'scale': (4, 4), 'global_scale': ()}
+        ```
     """
 
     blocks: str = "row"
@@ -172,7 +179,15 @@ def _largest_exponent(depth: Tensor) -> Tensor:
 
 
 class NVFP4Tensor(QuantizedTensor):
-    """An NVFP4 quantized tensor: `payload` uint8 [.., K // 2], `scale` E4M3 [.., K // 16], `global_scale` fp32 []."""
+    """An NVFP4 quantized tensor: `payload` uint8 [.., K // 2], `scale` E4M3 [.., K // 16], `global_scale` fp32 [].
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(4, 64), NVFP4BlockScaling())
+        >>> type(q).__name__, q.payload.dtype, q.scale.dtype
+        ('NVFP4Tensor', torch.uint8, torch.float8_e4m3fn)
+        ```
+    """
 
 
 def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

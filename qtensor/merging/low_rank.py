@@ -30,6 +30,13 @@ class LowRankUpdate:
     Raises:
         TypeError: a factor is sharded or quantized, or holds no floating numbers.
         ValueError: the factors do not fit each other, or the scaling is not finite.
+
+    Example:
+        ```python
+        >>> update = LowRankUpdate(a=torch.ones(4, 64), b=torch.ones(32, 4), scaling=0.5)
+        >>> model = nn.Sequential(nn.Linear(64, 32))
+        >>> merge_(model, {"0.weight": update})  # adds 0.5 * b a, which is 2 everywhere
+        ```
     """
 
     a: Tensor

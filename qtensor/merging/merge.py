@@ -89,6 +89,15 @@ def merge_(
     Warns:
         UserWarning: less than a tenth of an update survived, or the weight is farther from weight + update than before,
             since rounding under new scales cost more than the update was.
+
+    Example:
+        ```python
+        >>> with quantized_model_init(MXFP8BlockScaling()):
+        ...     model = nn.Sequential(nn.Linear(64, 32))
+        >>> report = merge_(model, {"0.weight": LowRankUpdate(a=torch.ones(4, 64), b=torch.ones(32, 4))})
+        >>> report.weights[0].survived > 0.9  # how much of the update is left after rounding
+        True
+        ```
     """
     named = _named(model_or_named_params)
     weights, problems = _find_weights(named, _by_own_names(model_or_named_params, named, updates))

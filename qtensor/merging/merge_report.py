@@ -32,6 +32,14 @@ class MergedWeight:
         update_norm: |update|.
         merged_norm: |W + update|, of what should have been written.
         error_norm: |W' - (W + update)|, of what rounding added.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 32))
+        >>> report = merge_(model, {"0.weight": LowRankUpdate(a=torch.ones(4, 64), b=torch.ones(32, 4))})
+        >>> report.weights[0].name, report.weights[0].changed
+        ('0.weight', 2048)
+        ```
     """
 
     name: str
@@ -75,6 +83,13 @@ class MergeReport:
 
     Attributes:
         weights: what became of each update, in the order of the updates.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 32))
+        >>> report = merge_(model, {"0.weight": LowRankUpdate(a=torch.ones(4, 64), b=torch.ones(32, 4))})
+        >>> print(report)  # a line for each weight
+        ```
     """
 
     weights: tuple[MergedWeight, ...]

@@ -67,6 +67,14 @@ def quantized_model_init(
         ValueError: an unknown storage; storage="high_precision" with a recipe that keeps a history; a
             Linear whose shape does not fit the recipe's blocks.
         TypeError: `recipe` is not a recipe.
+
+    Example:
+        ```python
+        >>> with torch.device("meta"), quantized_model_init(MXFP8BlockScaling()):
+        ...     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+        >>> type(model[0].weight).__name__, type(model[1].weight).__name__
+        ('MXFP8Tensor', 'Parameter')
+        ```
     """
     registered(recipe)
     if storage not in STORAGES:
@@ -259,6 +267,13 @@ def quantize_(
         ValueError: an include pattern matches no nn.Linear; a shape does not fit the blocks; a weight is sharded
             already. Nothing has been changed then. An exclude pattern that matches nothing warns.
         TypeError: a weight is not bf16, fp16 or fp32; a string instead of a list of patterns. Nothing has been changed.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        >>> quantize_(model, MXFP8BlockScaling(), exclude=["2"])
+        ['0.weight']
+        ```
     """
     registered(recipe)
     check_lists("quantize_", include=include, exclude=exclude)
@@ -309,13 +324,31 @@ def high_precision_init_val(param: Tensor) -> Tensor | None:
 
     It has the parameter's dtype and shape; for a DTensor, it has the shape of the local shard.
     Only parameters built under `quantized_model_init(preserve_high_precision_init_val=True)` have one.
+
+    Example:
+        ```python
+        >>> with quantized_model_init(MXFP8BlockScaling(), preserve_high_precision_init_val=True):
+        ...     layer = nn.Linear(64, 64)
+        >>> high_precision_init_val(layer.weight).dtype
+        torch.float32
+        ```
     """
     local = local_of(param)
     return initial_value(local) if isinstance(local, QuantizedTensor) else None
 
 
 def clear_high_precision_init_val(param: Tensor) -> None:
-    """Free the preserved value. Call it once the optimizer is built."""
+    """Free the preserved value. Call it once the optimizer is built.
+
+    Example:
+        ```python
+        >>> with quantized_model_init(MXFP8BlockScaling(), preserve_high_precision_init_val=True):
+        ...     layer = nn.Linear(64, 64)
+        >>> clear_high_precision_init_val(layer.weight)
+        >>> high_precision_init_val(layer.weight) is None
+        True
+        ```
+    """
     local = local_of(param)
     if isinstance(local, QuantizedTensor):
         preserve(local, None)

@@ -36,10 +36,6 @@ _wish: ContextVar[torch.Generator | None] = ContextVar("qtensor.stochastic_round
 def stochastic_rounding(generator: torch.Generator) -> Iterator[None]:
     """Inside, what ordinary torch optimizers write into quantized parameters is rounded stochastically: without bias.
 
-        generator = torch.Generator(device).manual_seed(seed + rank)
-        with stochastic_rounding(generator):
-            optimizer.step()  # of torch.optim.AdamW(model.parameters())
-
     It concerns in-place arithmetic (`add_`, `addcdiv_`, `lerp_` ... and the `_foreach_` twins) and a `copy_` that
     requantizes. Values are computed in fp32, because rounding to the appearance dtype would add a bias, and always from
     the bytes: a preserved initial value is overwritten by what was computed. Random fills (`uniform_`, `normal_`),
@@ -61,6 +57,16 @@ def stochastic_rounding(generator: torch.Generator) -> Iterator[None]:
         TypeError: `generator` is not a torch.Generator.
         ValueError: a quantized tensor is on another device than the generator (raised before it is written).
         RuntimeError: torch.compile traces a write. Code that was compiled outside rounds to nearest inside, too.
+
+    Example:
+        ```python
+        >>> with quantized_model_init(MXFP8BlockScaling()):
+        ...     model = nn.Linear(64, 64)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        >>> model(torch.randn(8, 64)).sum().backward()
+        >>> with stochastic_rounding(torch.Generator("cpu").manual_seed(0)):  # on several ranks: seed + rank
+        ...     optimizer.step()
+        ```
     """
     if not isinstance(generator, torch.Generator):
         raise TypeError(

@@ -75,6 +75,15 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         RuntimeError: on all ranks of a group, where they do not list the same parameters.
         NotImplementedError: the optimizer is torch.optim.Adafactor and a parameter is sharded, which torch cannot step
             without masters either.
+
+    Example:
+        ```python
+        >>> with quantized_model_init(MXFP8BlockScaling()):
+        ...     model = nn.Linear(64, 64)
+        >>> optimizer = MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
+        >>> model(torch.randn(8, 64)).sum().backward()
+        >>> optimizer.step()
+        ```
     """
 
     def __init__(

@@ -11,16 +11,20 @@ from typing import ClassVar
 class decode_once:  # noqa: N801 - reads as a statement: with decode_once(): ...
     """Keep what F.linear decodes in forward for the gradient of its input in backward; the bytes are the same.
 
-        with decode_once():  # until the end of the block (of the last one that is open), on all threads of this process
-            loss = model(batch)
-            loss.backward()
-
     Dense weights of all layers between their forward and their backward are alive at once: for a model as it is, all of
     its linear weights, in their appearance dtype, on every rank. Under activation checkpointing these are the weights
     of one checkpointed layer; call backward inside as well then: torch compares what both forwards save, and raises.
 
     A weight is decoded again where its dense values do not fit: where the gradient has another dtype (under autocast),
     with `activations="dynamic"`, in compiled code, in products other than F.linear, and in second derivatives.
+
+    Example:
+        ```python
+        >>> with quantized_model_init(MXFP8BlockScaling()):
+        ...     model = nn.Linear(64, 64)
+        >>> with decode_once():  # until the end of the block (the last that is open), on all threads
+        ...     model(torch.randn(8, 64)).sum().backward()
+        ```
     """
 
     on: ClassVar[list[None]] = []  # an entry for each open block; blocks of several threads end in any order

@@ -47,6 +47,17 @@ def share_scales(model: nn.Module, groups: Iterable[Sequence[str]]) -> list[tupl
         ValueError: a name is that of no module with a weight; some of a group are not quantized, or not under the same
             recipe and in the same storage; a weight is in two groups, or sharded already. Nothing has been changed.
         TypeError: a group is a string.
+
+    Example:
+        ```python
+        >>> model = nn.ModuleDict({"gate": nn.Linear(64, 64), "up": nn.Linear(64, 64)})
+        >>> quantize_(model, NVFP4BlockScaling())
+        >>> share_scales(model, [["gate", "up"]])
+        [('gate.weight', 'up.weight')]
+        >>> sync_scales(model)  # makes them equal
+        >>> torch.equal(model["gate"].weight.global_scale, model["up"].weight.global_scale)
+        True
+        ```
     """
     shared: dict[int, Partners] = {}
     taken = []

@@ -35,6 +35,15 @@ class Recipe:
 
     Raises:
         ValueError: for any other value.
+
+    Example:
+        ```python
+        >>> recipe = MXFP8BlockScaling(activations="dynamic")
+        >>> isinstance(recipe, Recipe), recipe == MXFP8BlockScaling(activations="dynamic")
+        (True, True)
+        >>> recipe.activations
+        'dynamic'
+        ```
     """
 
     registry: ClassVar[dict[str, type["Recipe"]]] = {}

@@ -63,6 +63,14 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         scale: what the codes are multiplied by; NVFP4 has a global_scale, too.
         dtype: the appearance dtype, which autograd and FSDP see.
         device: where its parts are.
+
+    Example:
+        ```python
+        >>> q = quantize(torch.randn(4, 64), MXFP8BlockScaling())
+        >>> again = QuantizedTensor.from_parts(q.parts(), q.recipe, q.dtype)
+        >>> torch.equal(again.dequantize(), q.dequantize())
+        True
+        ```
     """
 
     recipe: Recipe
@@ -320,6 +328,15 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
     Raises:
         TypeError: x is quantized already, a DTensor, or not bf16, fp16 or fp32; or `recipe` is not a recipe.
         ValueError: the shape does not fit the blocks.
+
+    Example:
+        ```python
+        >>> q = quantize(torch.ones(4, 64, dtype=torch.bfloat16), MXFP8BlockScaling())
+        >>> q.shape, q.dtype, q.payload.dtype
+        (torch.Size([4, 64]), torch.bfloat16, torch.float8_e4m3fn)
+        >>> q.dequantize().sum()
+        tensor(256., dtype=torch.bfloat16)
+        ```
     """
     registration = registered(recipe)
     if isinstance(x, QuantizedTensor):

@@ -99,6 +99,15 @@ def export_hf(  # noqa: PLR0913 - options of one operation
             file has once; ranks with different tensors, values or arguments; tensors that the config's directory has
             and the source does not; NaN in a weight; a dtype that is none of bf16, fp16 and fp32.
         TypeError: a source or config of another kind.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> quantize_(model, MXFP8BlockScaling())
+        >>> out = export_hf(model, "exported", config={"model_type": "mine"}, progress=False)
+        >>> sorted(file.name for file in out.iterdir())
+        ['config.json', 'model.safetensors']
+        ```
     """
     ranks = chosen_ranks("export_hf", group, no_dist=no_dist)
     check_adapters("export_hf", adapters)

@@ -97,6 +97,13 @@ def fused_linears(model: nn.Module) -> list[list[str]]:
     q_proj, k_proj and v_proj of an attention; gate_proj and up_proj, or w1 and w3, of an MLP or an expert; q_a_proj and
     kv_a_proj_with_mqa of latent attention. `qtensor.share_scales(model, fused_linears(model))` gives the weights of
     each set one NVFP4 global scale, with which `export_hf` keeps their bytes.
+
+    Example:
+        ```python
+        >>> mlp = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("gate_proj", "up_proj", "down_proj")})
+        >>> fused_linears(nn.ModuleDict({"mlp": mlp}))
+        [['mlp.gate_proj', 'mlp.up_proj']]
+        ```
     """
     found: dict[int, ModulePlace] = {}
     for place in places(model):

@@ -104,6 +104,16 @@ def import_hf(  # noqa: PLR0913 - options of one operation
             buffer on the meta device that no file has; so is a `missing` tensor there, or a pattern that matches none.
         TypeError: `ignore` or `missing` is a text, not a list.
         torch.distributed.checkpoint.api.CheckpointException: reading fails later; some tensors are loaded then.
+
+    Example:
+        ```python
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> quantize_(model, MXFP8BlockScaling())
+        >>> export_hf(model, "exported", config={"model_type": "mine"}, progress=False)
+        >>> tensors = import_hf("exported", progress=False)  # with a model: import_hf("exported", model)
+        >>> tensors["0.weight"].recipe == MXFP8BlockScaling()
+        True
+        ```
     """
     if on_mismatch not in {"raise", "convert"}:
         raise ValueError(f'import_hf: on_mismatch={on_mismatch!r} is not one of "raise", "convert"')

@@ -38,10 +38,6 @@ ALIGNMENT = 64  # bytes: a cache line, and a multiple of every element size
 class QuantizedStager(AsyncStager):
     """Copies a state dict to host memory for `dcp.async_save`, exactly and at the price of one copy of its bytes.
 
-        stager = QuantizedStager()                                    # once; keep it for all saves
-        future = dcp.async_save(state_dict, checkpoint_id=path, planner=QuantizedSavePlanner(), async_stager=stager,
-                                process_group=upload_group)           # any number of times
-
     Every save gets memory that no unfinished one uses; when an upload has ended and nothing refers to its snapshot any
     more, the memory serves the next save: up to max_snapshots times the bytes of the state dict. Uploads that overlap
     need a process group each, since all of them exchange plans. Threads that share a stager take turns.
@@ -60,6 +56,16 @@ class QuantizedStager(AsyncStager):
 
     Raises:
         ValueError: max_snapshots < 1, wait_timeout < 0, or pin_memory=True without CUDA.
+
+    Example:
+        ```python
+        >>> state = {"weight": quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        >>> group = torch.distributed.new_group(backend="gloo")  # for the thread that uploads
+        >>> stager = QuantizedStager()  # once; keep it for all saves
+        >>> future = dcp.async_save(state, checkpoint_id="step-1000", planner=QuantizedSavePlanner(),
+        ...                         async_stager=stager, process_group=group)  # any number of times
+        >>> future.result()  # raises what went wrong
+        ```
     """
 
     def __init__(self, *, max_snapshots: int = 2, pin_memory: bool | None = None, wait_timeout: float = 1800.0) -> None:

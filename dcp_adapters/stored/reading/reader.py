@@ -67,6 +67,13 @@ class SafeFileSystemReader(FileSystemReader):
         ValueError: `.metadata` holds anything but DCP's records, contradicts itself, names files outside of the
             directory or bytes that its files do not have; a chunk is no plain tensor archive. Every fault is named,
             and nothing has been executed or loaded.
+
+    Example:
+        ```python
+        >>> state = {"weight": quantize(torch.randn(64, 64), MXFP8BlockScaling())}
+        >>> dcp.save(state, checkpoint_id="step-1000", planner=QuantizedSavePlanner())
+        >>> dcp.load(state, storage_reader=SafeFileSystemReader("step-1000"), planner=QuantizedLoadPlanner())
+        ```
     """
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
