@@ -19,6 +19,8 @@ each imports only what stands above it here, qtensor and fsdp_hooks:
 
 Importing this package imports what saves and loads need. The other public names come with their first use; those of
 deltas and of streams have their homes in `dcp_adapters.delta` and `dcp_adapters.streams`.
+
+Words: docs/glossary.md.
 """
 
 import importlib

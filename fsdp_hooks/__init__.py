@@ -17,6 +17,8 @@ This package knows parts, not formats. It is the lowest of the packages and impo
     unshard.py        one module's parameters, whole, during a `with` block: unsharded
 
 The life of a weight, from its building to its step, is drawn in qtensor/__init__.py.
+
+Words: docs/glossary.md.
 """
 
 from fsdp_hooks.scale_sync import sync_scales

@@ -18,6 +18,8 @@ Folders; each imports only from those above it:
     resume/       the identity of a run, and its state on disk
     running/      plans a run, checks that all ranks agree on it, and takes it through its stages
     command/      the command line, `python -m layerwise`; on top of `calibrate`
+
+Words: docs/glossary.md.
 """
 
 from layerwise.algorithms.algorithm import Algorithm, Decision, Group, Inputs, Linear, Smoothing

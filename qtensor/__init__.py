@@ -32,6 +32,8 @@ The life of a weight under FSDP2, and the file of each stage:
                 same shard                                                       scales/, optim/batches.py
 
 With storage="high_precision" the shard stays dense, and is quantized as it is gathered: scales/high_precision.py.
+
+Words: docs/glossary.md.
 """
 
 from fsdp_hooks.kernels.compiled import use_kernels

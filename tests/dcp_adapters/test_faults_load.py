@@ -112,7 +112,7 @@ def test_a_harmed_file_fails_the_load_on_all_ranks(harm: str, good: Path, shared
 def test_beyond_many_chunks_a_rank_probes_only_the_files_it_reads(
     most: int, probed: set[str], good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert read_items.PROBE_ALL_BELOW == 100_000  # as README says
+    assert read_items.PROBE_ALL_BELOW == 100_000  # as docs/guarantees.md says
     monkeypatch.setattr(read_items, "PROBE_ALL_BELOW", most)
     metadata = dcp.FileSystemReader(good).read_metadata()
     index = next(index for index, info in metadata.storage_data.items() if info.relative_path == "__1_0.distcp")

@@ -93,7 +93,7 @@ def load_parts(built: nn.Module, path: Path) -> None:
 
 
 def test_stock_finds_what_the_file_lacks(tmp_path: Path) -> None:
-    """It does not look at what the target lacks, which docs/calibration.md says."""
+    """It does not look at what the target lacks, which docs/rotations.md says."""
     dcp.save(expand(model(None).state_dict()), checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: down.input_rotation"):
         dcp.load(expand(model().state_dict()), checkpoint_id=tmp_path, no_dist=True)

@@ -8,7 +8,7 @@ import layerwise
 import qtensor
 from layerwise.__main__ import ALGORITHMS
 from qtensor.spec.recipes import Recipe
-from tests.docs.pages import REPO, Page, page
+from tests.docs.pages import REPO, page
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 RECIPES = {name: kind for name, kind in vars(qtensor).items() if name.endswith("Scaling") and issubclass(kind, Recipe)}
@@ -38,8 +38,7 @@ def test_the_number_of_recipes() -> None:
 
 def test_the_number_of_algorithms() -> None:
     assert f"{NUMBERS[len(ALGORITHMS)]} algorithms, sharded" in page("coming_from.md").text
-    readme = words(Page(REPO / "README.md").text)
-    (listed,) = re.findall(r"no token reaches: ([\w, ]+?), one layer gathered", readme)
+    (listed,) = re.findall(r"no token reaches: ([\w, ]+?), one layer gathered", words(page("guarantees.md").text))
     assert set(re.split(r", | and ", listed)) == set(ALGORITHMS)
 
 
@@ -65,3 +64,23 @@ def test_what_is_there_is_not_denied() -> None:
     assert not [name for name in there if name in " ".join(denied)]
     assert "int8" not in " ".join(RECIPES).lower()
     assert not hasattr(layerwise, "SVDQuant")
+
+
+def test_readme_has_the_ratios_of_the_page_on_speed() -> None:
+    def ratios(name: str, row: str) -> list[str]:
+        (line,) = re.findall(rf"^\| {row}(?:[^|]*)\|(.*)$", page(name).text, re.M)
+        return [cell.strip() for cell in line.split("|")[:3]]
+
+    for there, here in {
+        "time of a training step, gathers over 100 Mbit/s": r"FSDP2 step, .*100 Mbit/s",
+        "time of a training step, a link without a limit": "the same, a link without a limit",
+        "time of a linear layer, forward and backward": r"linear layer, forward \+ backward",
+        "time of an optimizer step, large weights": r"`MasterWeightOptimizer\(AdamW\)` step, large weights",
+    }.items():
+        assert ratios("README.md", there) == ratios("speed.md", here)
+
+
+def test_the_modules_of_the_glossary_are_there() -> None:
+    named = re.findall(r"`((?:qtensor|fsdp_hooks|dcp_adapters|layerwise)/[\w/]+\.py)`", page("glossary.md").text)
+    assert len(named) > 30
+    assert not [name for name in named if not (REPO / name).is_file()]

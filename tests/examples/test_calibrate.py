@@ -54,7 +54,7 @@ def test_the_example_calibrates_saves_and_compares(tmp_path: Path) -> None:
 
 
 def exports_and_writes(runs: Path, environment: dict[str, str]) -> None:
-    """What README does next: the dense model as a directory, the export, and a few words by transformers."""
+    """What docs/demo.md does next: the dense model as a directory, the export, and a few words by transformers."""
     examples = small_model.ROOT / "examples"
 
     def python(*arguments: str) -> str:

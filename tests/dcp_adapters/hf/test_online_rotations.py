@@ -133,7 +133,7 @@ def test_a_loaded_model_that_is_told_to_rotate_has_our_logits(recipe: Any, tmp_p
         torch.nn.Module.float(loaded)  # transformers refuses to do it to what was quantized
     ours = logits(decompressed(model))
     assert deviation(logits(told), ours) < 15 * 128 * 2**-24
-    # Should transformers rotate by itself one day, docs/calibration.md says less of it.
+    # Should transformers rotate by itself one day, docs/rotations.md says less of it.
     assert deviation(logits(unaware), ours) > 0.05
 
 
