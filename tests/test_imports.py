@@ -237,6 +237,12 @@ def test_the_check_sees_an_import_that_goes_the_other_way(tmp_path: Path, packag
     assert violations(tmp_path, package) == [f"{package}/new.py: {found}"]
 
 
+def test_jinja2_is_for_the_page_of_a_report_alone() -> None:
+    files = (REPO / "dcp_adapters").rglob("*.py")
+    users = [file for file in files if "jinja2" in imported(file.read_text(encoding="utf-8"))]
+    assert users == [REPO / "dcp_adapters" / "cli" / "report" / "page.py"]
+
+
 def imported_modules(root: Path, package: str, source: str) -> Iterator[str]:
     """Names below the package of all modules of it that a file imports; "__init__" for what the package exports."""
     for node in ast.walk(ast.parse(source)):

@@ -348,6 +348,16 @@ def test_report_refuses_before_it_measures(
     assert not (tmp_path / "page.html").exists()
 
 
+def test_a_page_without_jinja2_names_the_extra(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert json.loads(succeeds(capsys, "report", checkpoint, "--json"))["checkpoint"] == checkpoint
+    monkeypatch.setattr(StoredCheckpoint, "read", None)  # nothing is read
+    message = fails(capsys, "report", checkpoint, "-o", str(tmp_path / "page.html"))
+    assert message == "a page is made by jinja2, which is not installed: pip install 'qtensor[report]'"
+
+
 # -- verify ------------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from dcp_adapters.cli.arguments import add_checkpoint, add_json, add_match, add_progress, open_stored
 from dcp_adapters.cli.printing import FINE, show
 from dcp_adapters.cli.report.measure import measure_checkpoint
-from dcp_adapters.cli.report.page import page
+from dcp_adapters.cli.report.page import page, templates
 from dcp_adapters.plain.progress_bar import progress_bar
 from dcp_adapters.stored.inspect import inspect_checkpoint
 
@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     target = None
     if arguments.output is not None or not arguments.json:
         target = Path(arguments.output or f"{checkpoint.path.resolve().name}-report.html")
-        if target.is_dir() or not target.parent.is_dir():  # now, not when all has been measured
+        templates()  # what is missing is told now, not when all has been measured
+        if target.is_dir() or not target.parent.is_dir():
             raise ValueError(f"{target}: expected a file in a directory that exists")
     total = sum(tensor.nbytes for tensor in inspect_checkpoint(checkpoint, arguments.match).tensors)
     with progress_bar("measuring", total, enabled=arguments.progress) as advance:

@@ -13,12 +13,16 @@ from dcp_adapters.cli.report.notes import kinds_of, notes, scales_by_kind, sizes
 from dcp_adapters.cli.report.records import CheckpointReport
 from dcp_adapters.plain.tables import human_bytes, sanitize
 
+MISSING = "a page is made by jinja2, which is not installed: pip install 'qtensor[report]'"
 
-def page(report: CheckpointReport) -> str:
-    """All of it as HTML."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # nothing else of the command line needs it
 
-    environment = Environment(
+def templates() -> Any:
+    """The templates, ready to be filled. Raises ImportError without jinja2, which nothing else needs."""
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError:
+        raise ImportError(MISSING) from None
+    return Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
         undefined=StrictUndefined,
@@ -27,6 +31,11 @@ def page(report: CheckpointReport) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+
+
+def page(report: CheckpointReport) -> str:
+    """All of it as HTML."""
+    environment = templates()
     used = (compact, heat_map, histogram, human_bytes, profile, middle_left_out, tensors)
     environment.filters.update({function.__name__: function for function in used}, thousands="{:,}".format)
     every = report.tensors
