@@ -79,7 +79,8 @@ def digest(  # noqa: PLR0913 - options of one operation
         True
         ```
     """
-    return whole_digest(tensor_digests(weights, config=config, like=like, prefix=prefix, group=group, no_dist=no_dist))
+    found = _digests("digest", weights, config=config, like=like, prefix=prefix, group=group, no_dist=no_dist)
+    return whole_digest(found)
 
 
 def tensor_digests(  # noqa: PLR0913 - those of digest
@@ -104,27 +105,38 @@ def tensor_digests(  # noqa: PLR0913 - those of digest
         ['b']
         ```
     """
+    return _digests("tensor_digests", weights, config=config, like=like, prefix=prefix, group=group, no_dist=no_dist)
+
+
+def _digests(  # noqa: PLR0913 - those of digest
+    caller: str,
+    weights: nn.Module | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any] | None,
+    like: nn.Module | Mapping[str, Any] | None,
+    prefix: str | None,
+    group: dist.ProcessGroup | None,
+    no_dist: bool,
+) -> dict[str, str]:
+    """What `tensor_digests` returns; errors name the caller."""
     if isinstance(weights, str | os.PathLike):
         if config is not None:
-            raise TypeError("digest: config= goes with tensors in memory; a directory has a config.json of its own")
+            raise TypeError(f"{caller}: config= goes with tensors in memory; a directory has a config.json of its own")
         return _tied(source_digests(stored_source(weights, prefix, _wanted(like), architecture_of(like))), like)
     if config is not None:
         if not isinstance(weights, Mapping) or prefix is not None:
-            raise TypeError("digest: with config=, expected a mapping from names to plain tensors, and no prefix")
+            raise TypeError(f"{caller}: with config=, expected a mapping from names to plain tensors, and no prefix")
         return _tied(source_digests(ReceivedSource(weights, config, _wanted(like), architecture_of(like))), like)
     if like is not None:
-        raise TypeError("digest: like= goes with a directory or with config=; a live model has its own names")
-    return _live_digests(weights, prefix, chosen_ranks("digest", group, no_dist=no_dist))
+        raise TypeError(f"{caller}: like= goes with a directory or with config=; a live model has its own names")
+    ranks = chosen_ranks(caller, group, no_dist=no_dist)
+    with waited_for(ranks, caller):
+        return _live_digests(caller, weights, prefix, ranks)
 
 
-def _live_digests(weights: Any, prefix: str | None, group: Ranks) -> dict[str, str]:
-    with waited_for(group, "digest"):
-        return _found_digests(weights, prefix, group)
-
-
-def _found_digests(weights: Any, prefix: str | None, group: Ranks) -> dict[str, str]:
+def _live_digests(caller: str, weights: Any, prefix: str | None, group: Ranks) -> dict[str, str]:
     try:
-        state_dict = _state_dict(weights)
+        state_dict = _state_dict(caller, weights)
         with without_torch_function():  # attributes of a subclass go through it, thousands of times
             flat, prefix = flat_state(state_dict, prefix)
             tensors = live_tensors(under(prefix, flat, "the state dict"), what="a digest")
@@ -133,20 +145,20 @@ def _found_digests(weights: Any, prefix: str | None, group: Ranks) -> dict[str, 
         tell_failure(group)
         raise
     parts: dict[str, list[PartSum]] = {}
-    for share, total in zip(shares, summed(shares, group), strict=True):
+    for share, total in zip(shares, summed(caller, shares, group), strict=True):
         parts.setdefault(share.name, []).append(PartSum(share.part, share.dtype, share.shape, total))
     return {name: tensor_digest(parts[name]) for name in tensors}
 
 
-def _state_dict(weights: Any) -> Mapping[str, Any]:
+def _state_dict(caller: str, weights: Any) -> Mapping[str, Any]:
     if isinstance(weights, nn.Module):
         return plain_state_dict(weights)
     if not isinstance(weights, Mapping) and hasattr(weights, "state_dict"):  # the result of a calibration
         weights = weights.state_dict()
     if not isinstance(weights, Mapping):
         raise TypeError(
-            f"digest: expected a module, a state dict or a path, got {type(weights).__name__}; tensors that an engine "
-            "or a stream received go with config="
+            f"{caller}: expected a module, a state dict or a path, got {type(weights).__name__}; tensors that an "
+            "engine or a stream received go with config="
         )
     return weights
 

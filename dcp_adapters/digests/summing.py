@@ -26,8 +26,10 @@ PIECES = 4  # of the digest of the labels, 16 bits each, so that no sum of squar
 HEADER = 3 + 2 * PIECES
 
 
-def summed(shares: Sequence[Share], group: Ranks) -> list[int]:
+def summed(caller: str, shares: Sequence[Share], group: Ranks) -> list[int]:
     """The byte sum of each part, modulo 2^64, from the shares of all ranks of a group; a collective.
+
+    Errors name the caller.
 
     Raises:
         RuntimeError: on all ranks: they list other tensors, or one of them failed (`tell_failure`).
@@ -39,11 +41,11 @@ def summed(shares: Sequence[Share], group: Ranks) -> list[int]:
         tell_failure(group)
         raise
     if not isinstance(group, Alone) and ranks_of(group) > 1:
-        counted, sums = _reduced([str(share) for share in shares], counted, sums, group)
+        counted, sums = _reduced(caller, [str(share) for share in shares], counted, sums, group)
     expected = sum(share.numel for share in shares)
     if counted != expected:
         raise ValueError(
-            f"digest: the ranks hold {counted} elements of weights that have {expected}: pass the group of all ranks "
+            f"{caller}: the ranks hold {counted} elements of weights that have {expected}: pass the group of all ranks "
             "that hold the model, and of none else"
         )
     return [total % 2**64 for total in sums.tolist()]
@@ -69,7 +71,9 @@ def _own_sums(shares: Sequence[Share]) -> Tensor:
     return sums
 
 
-def _reduced(labels: Sequence[str], counted: int, sums: Tensor, group: dist.ProcessGroup | None) -> tuple[int, Tensor]:
+def _reduced(
+    caller: str, labels: Sequence[str], counted: int, sums: Tensor, group: dist.ProcessGroup | None
+) -> tuple[int, Tensor]:
     """Elements counted and sums over all ranks."""
     data = hashlib.blake2b("\n".join(labels).encode(), digest_size=2 * PIECES, usedforsecurity=False).digest()
     pieces = [int.from_bytes(data[2 * i : 2 * i + 2], "little") for i in range(PIECES)]
@@ -83,12 +87,12 @@ def _reduced(labels: Sequence[str], counted: int, sums: Tensor, group: dist.Proc
     failed, number, counted, *found = values[:HEADER].tolist()
     if failed:
         who = f"rank {number - 1}" if failed == 1 else f"{failed} ranks"
-        raise RuntimeError(f"digest: {who} failed before the sums could be added up, see the error there")
+        raise RuntimeError(f"{caller}: {who} failed before the sums could be added up, see the error there")
     ranks = ranks_of(group)
     if any(ranks * square != piece**2 for piece, square in zip(found[:PIECES], found[PIECES:], strict=True)):
         raise RuntimeError(
-            f"digest: the ranks do not hold the same tensors: {_first_apart(labels, group)}. Digest the state dict of "
-            "one model on all ranks of the group; for stages of a pipeline pass each stage's group"
+            f"{caller}: the ranks do not hold the same tensors: {_first_apart(labels, group)}. Digest the state dict "
+            "of one model on all ranks of the group; for stages of a pipeline pass each stage's group"
         )
     if rest.numel():
         dist.all_reduce(rest, group=group)

@@ -106,7 +106,7 @@ def find_targets(
             weight is stored quantized under another recipe.
         TypeError: a string instead of a list of patterns; a weight or a recipe that cannot be calibrated.
     """
-    check_lists("calibrate", include=include, exclude=exclude)
+    check_lists(caller(), include=include, exclude=exclude)
     for one in all_recipes(recipe):
         registered(one)
         if isinstance(one, Float8DelayedScaling):

@@ -192,6 +192,10 @@ def one_rank_fails() -> None:
     digest({"a": torch.zeros(3) if dist.get_rank() == 0 else torch.zeros(3, device="meta")})
 
 
+def one_rank_fails_in_tensor_digests() -> None:
+    tensor_digests({"a": torch.zeros(3) if dist.get_rank() == 0 else torch.zeros(3, device="meta")})
+
+
 def half_of_the_ranks() -> None:
     mesh = init_device_mesh("cpu", (2,))
     weight = {"a": placed(values((8, 4), 0), mesh, Shard(0))}
@@ -223,6 +227,7 @@ FAILED = [
 REFUSALS: list[tuple[Callable[[], None], list[str]]] = [
     (other_tensors, [APART, APART]),
     (one_rank_fails, FAILED),
+    (one_rank_fails_in_tensor_digests, [FAILED[0].replace("digest:", "tensor_digests:"), FAILED[1]]),
     (half_of_the_ranks, [HALF, HALF]),
     (a_sum_of_terms, [TERMS, TERMS]),
 ]
@@ -269,14 +274,18 @@ def test_what_has_no_weights_is_refused(tmp_path: Path) -> None:
         digest(tmp_path / "c")
     with pytest.raises(ValueError, match=r"name is a str; a digest holds tensors only: leave it out"):
         digest({"w": torch.zeros(3), "name": "run"})
-    with pytest.raises(TypeError, match=r"expected a module, a state dict or a path, got int; tensors that an engine"):
-        digest(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"a live model has its own names"):
-        digest({"w": torch.zeros(3)}, like={})
-    with pytest.raises(TypeError, match=r"a directory has a config.json of its own"):
-        digest(tmp_path, config={})
-    with pytest.raises(TypeError, match=r"expected a mapping from names to plain tensors, and no prefix"):
-        digest(nn.Linear(2, 2), config={})
+
+
+@pytest.mark.parametrize("function", [digest, tensor_digests])
+def test_arguments_that_do_not_fit_are_refused_in_the_name_of_the_function(function: Any, tmp_path: Path) -> None:
+    def refused(text: str, *arguments: Any, **options: Any) -> None:
+        with pytest.raises(TypeError, match=f"^{function.__name__}: .*{text}"):
+            function(*arguments, **options)
+
+    refused("expected a module, a state dict or a path, got int; tensors that an engine", 3)
+    refused("a live model has its own names", {"w": torch.zeros(3)}, like={})
+    refused("a directory has a config.json of its own", tmp_path, config={})
+    refused("expected a mapping from names to plain tensors, and no prefix", nn.Linear(2, 2), config={})
 
 
 # -- comparison, and the command line ----------------------------------------------------------------------------------

@@ -311,6 +311,7 @@ class Writing(Algorithm):
         ({"bits_per_weight": "5"}, "bits_per_weight='5'; expected a number"),
         ({"compare": "plain"}, "compare='plain' is not one of 'relative', 'absolute'"),
         ({"algorithm": "gptq"}, r"algorithm is 'gptq'; expected an instance"),
+        ({"include": "head"}, r"include is a list of patterns, got 'head'; write \['head'\]"),
         ({"include": ["nothing"]}, "include pattern 'nothing' matches no module"),
         ({"include": ["head"], "exclude": ["head"]}, "no weight is left to choose a format for"),
         ({"inputs_on": "gpu"}, "inputs_on='gpu' is not one of"),
