@@ -1,5 +1,8 @@
 """Weights to engines over torch.distributed: broadcasts from one trainer rank, in a group that it shares with engines.
 
+The only way here to an engine on another host that is not vLLM: shared memory ends at the host, and vllm.py hands over
+to transports of vLLM's own.
+
     group      any process group with the sender and the receivers in it; `join_group` makes one between jobs that have
                process groups of their own, without touching those
 
