@@ -17,7 +17,7 @@ import dataclasses
 import datetime as dt
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ __all__ = [
     "StorageInfo",
     "Unreadable",
     "all_reduce_max",
+    "any_marked",
     "flatten_state_dict",
     "gloo_group",
     "is_marked",
@@ -187,6 +188,11 @@ def is_marked(info: Any) -> bool:
     """Whether a chunk is stored as what changed since a base."""
     descriptors = getattr(info, "transform_descriptors", None) or [None]
     return bool(descriptors[-1] == DELTA)
+
+
+def any_marked(infos: Iterable[Any]) -> bool:
+    """Whether one of these chunks is."""
+    return any(is_marked(info) for info in infos)
 
 
 def unmarked(info: StorageInfo) -> StorageInfo:

@@ -6,7 +6,7 @@ underscore.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -46,6 +46,7 @@ __all__ = [
     "make_wrapper",
     "mark_rows_dynamic",
     "mixed_precision",
+    "named_locals_of",
     "note_shard_rows",
     "one_dispatch_state",
     "root_mesh",
@@ -227,6 +228,11 @@ def local_of(tensor: Tensor) -> Tensor:
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """`local_of` each."""
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def named_locals_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """`local_of` for all tensors among these values, by name."""
+    return {name: local_of(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

@@ -14,6 +14,7 @@ dict, and gets the data when the writer asks for an entry.
 """
 
 import io
+import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -34,9 +35,11 @@ from dcp_adapters.format.manifest import mark_converted
 from dcp_adapters.format.masters import Masters
 from dcp_adapters.format.source import Stored
 from dcp_adapters.plain.durable import give_name, hidden_name, refuse_taken, remove_on_error
+from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress
 from dcp_adapters.plain.words import in_natural_order
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
+from dcp_adapters.save.checksum_table import ChecksumTable
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.stored.numeric_error import Error, error_between
 from qtensor.numerics import exact
@@ -44,6 +47,8 @@ from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import APPEARANCE_DTYPES, column_multiple
 from qtensor.spec.selection import matches, unmatched
 from qtensor.tensor.quantized_tensor import QuantizedTensor, quantize
+
+LOG = logging.getLogger(__name__)
 
 
 class ConversionRefused(ValueError):  # noqa: N818 - what happened to the conversion
@@ -126,7 +131,7 @@ def convert_checkpoint(
     final = Path(destination)
     refuse_taken(final)
     partial = hidden_name(final)
-    with remove_on_error(partial):
+    with log_work(LOG, "convert_checkpoint from %s to %s", source.path, final), remove_on_error(partial):
         errors = _write(source, partial, plan, advance)
         give_name(partial, final)
     tensors = [Converted(name, source.entries[name].kind, errors[name]) for name in in_natural_order(errors)]
@@ -261,7 +266,9 @@ class _StreamingPlanner(QuantizedSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         data = super().resolve_data(write_item)
-        self.checksums.pickled.clear()  # kept because pickling twice may give other bytes; reading twice does not
+        for step in self.steps:
+            if isinstance(step, ChecksumTable):
+                step.pickled.clear()  # kept because pickling twice may give other bytes; reading twice does not
         return data
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's name

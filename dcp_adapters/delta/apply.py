@@ -9,6 +9,7 @@ A target that is the result already is left as it is. An error of the check leav
 written (a device that fails) reaches all ranks, and says that the target is no version.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from dcp_adapters.delta.patch import Delta
 from dcp_adapters.delta.shards import Shard, Shards, add_up, refuse_other_ranks, whole_group
 from dcp_adapters.delta.state_digest import state_digest
 from dcp_adapters.format.expand import quantized_local
+from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.words import in_lines
 from dcp_adapters.torch_private import flatten_state_dict
 from fsdp_hooks.ranks.across_ranks import ALONE, raise_together
@@ -34,6 +36,7 @@ from qtensor.tensor.contents import preserve
 
 # positions in the flat units of a shard, and what they become; None where only other ranks' shards change
 Written = tuple[Tensor, Tensor] | None
+LOG = logging.getLogger(__name__)
 LAZY = "it is a lazy negative or conjugate, whose memory holds other values; resolve it (resolve_neg(), resolve_conj())"
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -98,7 +101,7 @@ def apply_deltas(
         _refuse_unwritable(shards, written)
         _refuse_meeting(shards, written)
     leaves = {plain_name(name): value for name, value in flatten_state_dict(dict(target))[0].items()}
-    with raise_together(group):
+    with log_work(LOG, "apply_deltas: writing %d changed tensors", len(written)), raise_together(group):
         try:
             for key, change in written.items():
                 if change is not None:

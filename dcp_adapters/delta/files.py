@@ -8,6 +8,7 @@ A checkpoint is written anew by the save planner, with checksums of its own. A H
 tensors that change are written over in the copy, so that everything else in it stays as it is.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -29,11 +30,14 @@ from dcp_adapters.format.source import Stored
 from dcp_adapters.hf.files.file_digests import DIGESTS, file_tensor_digest, renewed_note
 from dcp_adapters.hf.files.header import METADATA, read_header, write_header
 from dcp_adapters.plain.durable import give_name, hidden_name, refuse_taken, remove_on_error, sync
+from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.plain_memory import memory_of
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress, progress_bar
 from dcp_adapters.plain.tables import human_bytes
 
 DELTA_FORMAT, APPLY_FORMAT = "dcp_adapters.delta/1", "dcp_adapters.apply/1"
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,9 @@ def write_delta(
         raise FileExistsError(f"{out} exists already; choose another name, nothing is overwritten")
     sides = [open_state(path, check=verify_checksums) for path in (old, new)]
     _refuse_other_kind(*sides)
-    with progress_bar("comparing", layout_of(sides[0]).nbytes, enabled=progress) as advance:
+    size = layout_of(sides[0]).nbytes
+    told = log_work(LOG, "write_delta from %s to %s", old, new, nbytes=size)
+    with told, progress_bar("comparing", size, enabled=progress) as advance:
         delta = delta_between(*sides, advance=advance)
     if isinstance(sides[0], StoredFiles) and delta.blobs:
         raise ValueError(
@@ -226,7 +232,8 @@ def patched_copy(
     patched = Patched(source, left)
     with progress_bar("checking", total, enabled=progress) as advance:
         after = _check_result(patched, before, result, advance)
-    with progress_bar("writing", total, enabled=progress) as advance:
+    told = log_work(LOG, "patched_copy: applying %d deltas into %s", len(left), final, nbytes=total)
+    with told, progress_bar("writing", total, enabled=progress) as advance:
         if isinstance(source, StoredFiles):
             _write_files(patched, source, after, final, advance)
         else:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.format.entry import PartShape
 from dcp_adapters.format.expand import entry_of, quantized_local, settled_parts
-from dcp_adapters.format.part_places import Box, box_of, part_box
+from dcp_adapters.format.part_places import Box, box_of
 from dcp_adapters.format.placements import placement_problem
 from dcp_adapters.format.weight_sums import digested_parts
 from dcp_adapters.plain.plain_memory import why_no_bytes
@@ -109,7 +109,7 @@ class Shares:
         for part in sorted(wholes):
             own = None if box is None or not self._counts(specs[part], value) else box
             if own is not None and entry.recipe is not None:
-                own = part_box(specs[part], *own)
+                own = specs[part].box(*own)
             places.append(_Place(part, wholes[part], own))
         return places
 

@@ -1,4 +1,4 @@
-"""Checksums of what a checkpoint stores, made by the ranks that write, while they write.
+"""Checksums of what a checkpoint stores, made by the ranks that write, while they write (save/checksum_table.py).
 
     qtensor.checksums: uint8 [chunks, 16]    a row: xxh3_64("name@offset") | xxh3_64(the chunk's bytes)
 
@@ -15,19 +15,17 @@ xxh3 runs at the speed of memory, several times faster than the CRC32 which zip 
 
 import io
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_adapters.plain.plain_memory import is_plain, memory_of
+from dcp_adapters.plain.plain_memory import elements_of, is_plain, memory_of
 
 CHECKSUMS = "qtensor.checksums"
 ROW = 16  # bytes: 8 that say which chunk, 8 of its data
-KEPT = 2**31  # bytes of copies from a device that wait for being written; what is more is copied again
 
 
 def chunk_key(index: MetadataIndex, *, archive: bool = False) -> bytes:
@@ -44,15 +42,30 @@ def digest_of(data: Tensor | io.BytesIO) -> bytes:
     """
     if isinstance(data, io.BytesIO):
         return xxhash.xxh3_64_digest(data.getbuffer())
-    plain = data.detach().resolve_conj().resolve_neg().contiguous()
-    return xxhash.xxh3_64_digest(memory_of(plain))
+    found = elements_of(data)
+    return xxhash.xxh3_64_digest(memory_of(data) if found is None else found[1])
 
 
-def archive_digest_of(data: Tensor) -> bytes:
-    """8 bytes: the digest of what torch.save writes of a tensor, which is not kept."""
+def row_of(index: MetadataIndex, data: Tensor | io.BytesIO) -> tuple[bytes, bytes] | None:
+    """The row of a chunk: of a CPU tensor, or a byte entry; None for a tensor that is not plain.
+
+    Raises:
+        ValueError: its storage was freed.
+    """
+    if isinstance(data, io.BytesIO):
+        return chunk_key(index), digest_of(data)
+    try:
+        found = elements_of(data)
+    except ValueError as error:
+        raise ValueError(f"{index.fqn}: {error}") from error
+    return None if found is None else (chunk_key(index), xxhash.xxh3_64_digest(found[1]))
+
+
+def archive_row_of(index: MetadataIndex, data: Tensor) -> tuple[bytes, bytes]:
+    """The row of a tensor that is not plain: the digest of what torch.save writes of it, which is not kept."""
     sink = _Sink()
     torch.save(data, sink)  # type: ignore[arg-type] # all it takes is write()
-    return sink.hash.digest()
+    return chunk_key(index, archive=True), sink.hash.digest()
 
 
 class _Sink:
@@ -82,67 +95,6 @@ def rows_of(table: Tensor) -> Iterator[tuple[bytes, bytes]]:
     data = memory_of(table).raw if table.numel() else b""
     for at in range(0, len(data), ROW):
         yield data[at : at + 8], data[at + 8 : at + ROW]
-
-
-class Checksums:
-    """The digests of one rank's chunks in one save.
-
-    A writer resolves each item once and writes what it got; that very data is digested here. Its threads share the
-    items out, so it may ask for the table before the rest (stock's does where there is CUDA: it begins with what is
-    small). Missing items are then resolved for the table, and kept if they are pickled, since pickling twice need not
-    give the same bytes, or if they were copied from a device, which takes longer than anything else here.
-    """
-
-    def __init__(self) -> None:
-        self.rows: dict[MetadataIndex, tuple[bytes, bytes]] = {}
-        self.pickled: dict[MetadataIndex, io.BytesIO] = {}
-        self.copies: dict[MetadataIndex, Tensor] = {}
-        self.room = KEPT
-        self.asked: set[MetadataIndex] = set()  # by the writer, for itself
-
-    def take_copy(self, index: MetadataIndex) -> Tensor | None:
-        """The copy that was made of a chunk for the table, once; None where there is none, or it was not kept."""
-        self.asked.add(index)
-        copy = self.copies.pop(index, None)
-        if copy is not None:
-            self.room += copy.nbytes
-        return copy
-
-    def digest(self, index: MetadataIndex, data: Tensor | io.BytesIO, *, early: bool = False) -> Tensor | io.BytesIO:
-        """Digest what is written now, or `early`, for the table; returns it, on the CPU.
-
-        Raises:
-            ValueError: its storage was freed.
-        """
-        if isinstance(data, Tensor) and not is_plain(data):  # its own class writes it; prepared as writers do
-            data = data.detach().cpu()
-            if data.untyped_storage().size() != data.nbytes:
-                data = data.clone()
-            self.rows[index] = chunk_key(index, archive=True), archive_digest_of(data)
-            return data
-        if isinstance(data, io.BytesIO):
-            data = self.pickled.setdefault(index, data)
-        elif not data.is_cpu:
-            data = data.detach().cpu()
-            if early and index not in self.asked and data.nbytes <= self.room:
-                self.copies[index] = data
-                self.room -= data.nbytes
-        try:
-            self.rows[index] = chunk_key(index), digest_of(data)
-        except ValueError as error:
-            raise ValueError(f"{index.fqn}: {error}") from error
-        return data
-
-    def table(self, items: Iterable[WriteItem], resolve: Callable[[WriteItem], object]) -> Tensor:
-        """The rows of a rank's items, in their order; `resolve` is called for those not seen yet."""
-        rows = []
-        for item in items:
-            if item.index.fqn == CHECKSUMS:
-                continue
-            if item.index not in self.rows:
-                resolve(item)
-            rows.append(self.rows[item.index])
-        return checksum_table(rows)
 
 
 class Verification:

@@ -8,7 +8,7 @@ live state dict, a checkpoint, a directory) reads parts or boxes of them; everyt
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,10 @@ class Entry:
         """Key -> (dtype, global shape) of the part that is stored under it."""
         return {self.key(part): held for part, held in self.parts().items()}
 
+    def stored_specs(self) -> dict[str, PartSpec]:
+        """Key -> the spec of the part that is stored under it."""
+        return {self.key(spec.name): spec for spec in self.specs()}
+
     def key(self, part: str) -> str:
         """The name under which a part is stored."""
         return f"{self.name}.{part}" if part else self.name
@@ -90,6 +94,11 @@ class Entry:
     def format(self) -> tuple[Recipe | None, tuple[int, ...], torch.dtype]:
         """All but the name."""
         return self.recipe, self.shape, self.dtype
+
+
+def owners_of(entries: Iterable[Entry]) -> dict[str, str]:
+    """Key under which a part is stored -> the name of its tensor."""
+    return {key: entry.name for entry in entries for key in entry.part_keys()}
 
 
 def parts_of(tensor: Tensor) -> dict[str, Tensor]:

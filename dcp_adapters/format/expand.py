@@ -6,14 +6,16 @@ The parts alias the live bytes and keep the weight's mesh and placements, with o
 mesh dim that cuts the weight along a dim the part does not extend along (0-dim scales; `[N, 1]` scales under column
 cuts). So stock DCP deduplicates, validates, reshards and writes them, and reading into them writes the weight.
 
+    leaves_of      what each leaf of a flat state dict is, looked at once
     settled_parts  the parts of one local tensor; the planners, which know the box of every part (part_places.py), take
                    them as they are
     expand_leaf    one leaf, its parts as DTensors where it is one; exports stand on it
-    expand         a state dict, leaf by leaf; for what the load planner does not know better, as expand_flat
+    expand         a state dict, leaf by leaf
 """
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +23,58 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.part_places import part_placement
-from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, local_of
+from fsdp_hooks.torch_private import (
+    compute_local_shape_and_global_offset,
+    dtensor_around,
+    local_of,
+    named_locals_of,
+    without_torch_function,
+)
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.format import PartSpec
 from qtensor.spec.registry import block_multiple, specs_of, tensor_wide
 from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+
+class Leaf(NamedTuple):
+    """A leaf of a state dict, looked at once.
+
+    value: as it stands there. local: its local tensor; None for what is no tensor. quantized: the same, if it is
+    quantized. plain: the value, but of storage="high_precision" the dense tensor that it is, aliased.
+    """
+
+    value: Any
+    local: Tensor | None
+    quantized: QuantizedTensor | None
+    plain: Any
+
+
+def leaves_of(flat: Mapping[str, Any]) -> dict[str, Leaf]:
+    """The leaves of a flattened state dict. Raises ValueError as `refuse_hidden`."""
+    leaves = {}
+    with without_torch_function():  # attributes of a subclass go through it, thousands of times
+        local = named_locals_of(flat)
+        for name, value in flat.items():
+            own = local.get(name)
+            if own is None:
+                refuse_hidden(name, value)
+            plain = plain_leaf(value) if isinstance(own, HighPrecisionWeight) else value
+            leaves[name] = Leaf(value, own, own if isinstance(own, QuantizedTensor) else None, plain)
+    return leaves
+
+
+def entries_of(leaves: Mapping[str, Leaf]) -> dict[str, Entry]:
+    """What the tensors among leaves are, see `entry_of`."""
+    return {
+        name: Entry(
+            name,
+            None if leaf.quantized is None else leaf.quantized.recipe.stored,
+            tuple(leaf.value.shape),
+            leaf.value.dtype,
+        )
+        for name, leaf in leaves.items()
+        if leaf.local is not None
+    }
 
 
 def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,13 +99,6 @@ def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         parts = {f"{name}.{part}": tensor for part, tensor in expand_leaf(str(name), value).items()}
         merge(out, parts or {name: _expand_container(str(name), plain_leaf(value))})
     return out
-
-
-def expand_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """`expand` for a flattened state dict. Raises ValueError as `expand` and `refuse_hidden` do."""
-    for name, value in flat.items():
-        refuse_hidden(name, value)
-    return expand(flat)
 
 
 def refuse_hidden(name: str, leaf: Any) -> None:
@@ -173,9 +215,9 @@ def settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
     return {**parts, wide: values[0]}
 
 
-def merge(out: dict[str, Any], new: Mapping[str, Any]) -> None:
+def merge(out: dict[str, Any], *new: Mapping[str, Any]) -> None:
     """Add entries to a state dict. Raises ValueError where it has one of that name already."""
-    for name, value in new.items():
+    for name, value in chain.from_iterable(entries.items() for entries in new):
         if name in out:
             raise ValueError(
                 f"the state dict holds {name!r} twice: as an entry and as a part of a quantized weight; rename the "

@@ -152,8 +152,7 @@ class Manifest:
 
     def to_tensor(self) -> Tensor:
         """uint8 [bytes]: UTF-8 JSON with sorted keys."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return tensor_of(self.to_json())
 
     @staticmethod
     def from_tensor(data: Tensor) -> "Manifest":
@@ -163,6 +162,12 @@ class Manifest:
         except (ValueError, TypeError, RecursionError) as error:  # TypeError: a tensor of something else than bytes
             raise ValueError(f"the checkpoint's qtensor.manifest is not JSON: {error}; {USE_ANOTHER}") from error
         return Manifest.from_json(record)
+
+
+def tensor_of(record: Mapping[str, Any]) -> Tensor:
+    """`Manifest.to_tensor` of what `Manifest.to_json` has made."""
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def manifest_of(metadata: Metadata) -> Manifest | None:

@@ -7,8 +7,6 @@
 Saving and loading use boxes, DTensors use placements.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -37,7 +35,7 @@ class PartBoxes:
         found = self._known.get(key)
         if found is None:
             box = box_of(name, value, q)
-            found = {} if box is None else {spec.name: part_box(spec, *box) for spec in specs_of(q.recipe)}
+            found = {} if box is None else {spec.name: spec.box(*box) for spec in specs_of(q.recipe)}
             self._known[key] = found
         return found
 
@@ -64,14 +62,6 @@ def box_of(name: str, value: Tensor, q: QuantizedTensor) -> Box | None:
             "pieces"
         )
     return tuple(offsets), tuple(sizes)
-
-
-def part_box(spec: PartSpec, offsets: Sequence[int], sizes: Sequence[int]) -> Box:
-    """Where the part of a box of the weight lies in the global part."""
-    shape = spec.shape(sizes)
-    if not spec.per_row:
-        return (0,) * len(shape), shape
-    return (*offsets[:-1], spec.columns(offsets[-1], offsets[-1] + sizes[-1])[0]), shape
 
 
 def part_placement(spec: PartSpec, placement: Placement, ndim: int) -> Placement:

@@ -16,6 +16,11 @@ def is_marker(name: str) -> bool:
     return name == MARKER or name.endswith(f".{MARKER}")
 
 
+def markers_among(*sides: Collection[str]) -> set[str]:
+    """The names in any of these collections that say that inputs are rotated."""
+    return {name for names in sides for name in names if is_marker(name)}
+
+
 def weight_beside(name: str) -> str:
     """The name of the weight that an entry `<module>.input_rotation` is about."""
     return f"{name.removesuffix(MARKER)}weight"

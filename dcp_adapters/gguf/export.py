@@ -9,6 +9,7 @@ Until it is published the file has a hidden name beside its own, and an error re
 on all.
 """
 
+import logging
 import os
 import sys
 from collections import Counter
@@ -33,10 +34,12 @@ from dcp_adapters.hf.exporting.plan import Output
 from dcp_adapters.hf.exporting.prepare import Asked, prepared
 from dcp_adapters.hf.models.adapters import check_adapters
 from dcp_adapters.plain.durable import give_file_name, hidden_name, sync
+from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.progress_bar import Advance, progress_bar
 from fsdp_hooks.ranks.across_ranks import Ranks, chosen_ranks, global_ranks, is_first, on_all, on_first
 from fsdp_hooks.ranks.waiting import waited_for
 
+LOG = logging.getLogger(__name__)
 FILE_TYPES = {"MXFP4": "MOSTLY_MXFP4_MOE", "NVFP4": "MOSTLY_NVFP4"}
 
 
@@ -114,7 +117,8 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
     begun = hidden_name(final)
     first = is_first(ranks)
     writers: list[Any] = []
-    with _file_gone_on_error(begun, writers) if first else nullcontext():
+    told_of = log_work(LOG, "export_gguf to %s", final, nbytes=plan.nbytes)
+    with told_of, _file_gone_on_error(begun, writers) if first else nullcontext():
         on_first(ranks, lambda: writers.append(_begun_file(begun, readers[0], told, made)))
         with progress_bar("exporting", plan.nbytes, enabled=progress and first) as advance:
             _write_tensors(source, jobs, made, partial(_write_output, writers, told), advance, ranks)

@@ -23,8 +23,9 @@ all ranks of a group convert the same tensors (see fsdp_hooks.ranks.exchange).
 import contextlib
 import datetime as dt
 import functools
+import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from fsdp_hooks.ranks.across_ranks import rank_of
 from fsdp_hooks.ranks.exchange import Channel, RanksDifferError, in_order, reduce_max, tell_failure
 from fsdp_hooks.ranks.partners import pool
 
+LOG = logging.getLogger(__name__)
 Writing = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
@@ -65,22 +67,22 @@ def unequal(listed: Sequence[Listed]) -> list[str]:
 class Conversions:
     """The conversions of one rank."""
 
-    def __init__(self, conversions: Iterable[Conversion], metadata: Metadata, timeout: dt.timedelta) -> None:
-        self.metadata, self.timeout = metadata, timeout
+    def __init__(self, conversions: Iterable[Conversion], timeout: dt.timedelta) -> None:
+        self.timeout = timeout
         self.all = sorted(conversions, key=lambda one: one.name)
         self.agreed = [one for one in self.all if one.waits]  # those of a group are the same on its ranks
-        self.by_entry: dict[str, Conversion] = {}
+        self.by_entry: dict[str, Conversion] = {}  # entry of the checkpoint -> what is converted from it
         self.lock = threading.Lock()  # readers commit from several threads
         self.groups: dict[dist.ProcessGroup, ProcessGroupGloo] = {}  # of the weights -> of this load
         self.settled = not self.agreed  # whether this rank has taken part in the agreement
-        self.writing: Writing = lambda _: contextlib.nullcontext()
+        self.writing: Mapping[str, Writing] = {}
         self.awaited = 0  # of `agreed`, those with something to read that is not there yet
 
-    def read_items(self) -> list[ReadItem]:
+    def read_items(self, metadata: Metadata) -> list[ReadItem]:
         """What all of them need read."""
         items: list[ReadItem] = []
         for one in self.all:
-            own = one.read_items(self.metadata)
+            own = one.read_items(metadata)
             self.by_entry |= {item.dest_index.fqn: one for item in own}
             items += own
         self.awaited = sum(bool(one.outstanding) for one in self.agreed)
@@ -112,32 +114,29 @@ class Conversions:
                 groups[one.name].append(item)
         return [groups[one.name] for one in sorted(self.all, key=lambda one: one.waits)]
 
-    def begin(self, load_id: str, writing: Writing) -> None:
+    def begin(self, load_id: str, writing: Mapping[str, Writing]) -> None:
         """Open the groups, under a name that all ranks of this load know; write what needs no reading.
 
-        `writing` is entered with the name of each conversion while that is written.
+        `writing`: name of a conversion -> what is entered with that while it is written; nothing for most.
         """
         self.writing = writing
+        if not self.all:
+            return
         for group in in_order([(one.label,) for one in self.agreed], [one.groups for one in self.agreed]):
             self.groups[group] = gloo_group(group, f"qtensor.conversion.{load_id}", self.timeout)
         for one in self.all:
             if not one.outstanding and not one.waits:
-                self._finish(one)
+                self._write(one)
         self._agree_if_complete()
 
-    def buffer(self, entry: str) -> Tensor | None:
-        """Where an entry that is to be converted is read into; None for any other entry."""
-        one = self.by_entry.get(entry)
-        if one is None:
-            return None
+    def buffer(self, entry: str) -> Tensor:
+        """Where one of the entries in `by_entry` is read into."""
         with self.lock:
-            return one.buffer(entry)
+            return self.by_entry[entry].buffer(entry)
 
     def arrived(self, entry: str) -> None:
-        """One read item of an entry is there."""
-        one = self.by_entry.get(entry)
-        if one is None:
-            return
+        """One read item of an entry in `by_entry` is there."""
+        one = self.by_entry[entry]
         with self.lock:
             one.outstanding -= 1
             if one.outstanding:
@@ -146,7 +145,7 @@ class Conversions:
         if one.waits:
             self._agree_if_complete()
         else:
-            self._finish(one)
+            self._write(one)
 
     def failed(self) -> None:
         """Tell the ranks that wait for this one's claims that they will not come. Never raises."""
@@ -167,6 +166,7 @@ class Conversions:
             if self.settled or self.awaited:
                 return
             self.settled = True
+        LOG.debug("load: %d conversions agree on shared scales, over %d groups", len(self.agreed), len(self.groups))
         try:
             own = [one.claim() for one in self.agreed]
         except BaseException:
@@ -174,11 +174,14 @@ class Conversions:
             raise
         reduced = pool([one.partners for one in self.agreed], [1] * len(own), self._reduced(own))
         for one, agreed in zip(self.agreed, reduced, strict=True):
-            self._finish(one, agreed)
+            self._write(one, agreed)
 
-    def _finish(self, one: Conversion, agreed: Tensor | None = None) -> None:
-        with self.writing(one.name):
-            one.finish(agreed)
+    def _write(self, one: Conversion, agreed: Tensor | None = None) -> None:
+        if one.name not in self.writing:
+            one.write_target(agreed)
+            return
+        with self.writing[one.name](one.name):
+            one.write_target(agreed)
 
     def _reduced(self, claims: list[Tensor]) -> list[Tensor]:
         """Maxima over the groups of each conversion. All groups take part, even after one has reported a failure."""

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.format.checksums import CHECKSUMS
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.expand import entry_of, quantized_local
+from dcp_adapters.format.entry import Entry, owners_of
+from dcp_adapters.format.expand import Leaf, entries_of
 from dcp_adapters.format.manifest import MANIFEST, Manifest
 from dcp_adapters.format.placements import placement_problem
-from dcp_adapters.format.rotations import block_of, has_weight, is_marker, say_inputs, weight_beside
+from dcp_adapters.format.rotations import block_of, has_weight, markers_among, say_inputs, weight_beside
 from fsdp_hooks.torch_private import without_torch_function
 
 # Dtypes whose elements are the values themselves; float8 elements are codes under some scale.
@@ -36,7 +35,7 @@ BUILD_OR_CONVERT = f"build the target with the checkpoint's recipe, or {CONVERT}
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """What is to be loaded.
 
     entries: the tensors; others: names of what is no tensor. paths: where each leaf stands in the nested dict.
@@ -49,33 +48,29 @@ class Target:
     unfit: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> "Target":
-        """The records of a flattened state dict."""
+    def of(leaves: Mapping[str, Leaf], paths: Mapping[str, Any]) -> "LoadTarget":
+        """The records of the leaves of a flattened state dict."""
         unfit: dict[str, str] = {}
-        entries: dict[str, Entry] = {}
         placed: dict[object, str | None] = {}  # mesh and placements -> what is wrong with them
         with without_torch_function():  # attributes of a subclass go through it, thousands of times
-            for name, value in flat.items():
-                if not isinstance(value, Tensor):
-                    continue
-                entries[name] = entry_of(name, value)
-                problem = None
+            entries = entries_of(leaves)
+            for name, leaf in leaves.items():
+                problem, value = None, leaf.value
                 if isinstance(value, DTensor):
                     key = id(value.device_mesh), value.placements
                     if key not in placed:
                         placed[key] = placement_problem(value)
                     problem = placed[key]
-                q = quantized_local(value)
-                if problem is None and q is not None and q._lens.severed:
+                if problem is None and leaf.quantized is not None and leaf.quantized._lens.severed:
                     problem = SEVERED
                 if problem is not None:
                     unfit[name] = problem
         places = {name: tuple(path) for name, path in paths.items()}
-        return Target(entries, frozenset(flat.keys() - entries.keys()), places, unfit)
+        return LoadTarget(entries, frozenset(leaves.keys() - entries.keys()), places, unfit)
 
 
 def differences(
-    target: Target, metadata: Metadata, manifest: Manifest | None, *, partial: bool, convert: bool = False
+    target: LoadTarget, metadata: Metadata, manifest: Manifest | None, *, partial: bool, convert: bool = False
 ) -> list[str]:
     """All differences of what the target has; for what it has not, see `lacking`.
 
@@ -100,7 +95,7 @@ def differences(
     return sorted(problems)
 
 
-def rotation_differences(target: Target, metadata: Metadata) -> dict[str, str]:
+def rotation_differences(target: LoadTarget, metadata: Metadata) -> dict[str, str]:
     """Weights of linears whose inputs are rotated at run time on one side, and not, or in other blocks, on the other.
 
     Only where both sides have the weight, and also for a partial load: it would compute something else.
@@ -113,7 +108,7 @@ def rotation_differences(target: Target, metadata: Metadata) -> dict[str, str]:
     """
     stored = metadata.state_dict_metadata
     problems = {}
-    for name in sorted({name for side in (target.entries, stored) for name in side if is_marker(name)}):
+    for name in sorted(markers_among(target.entries, stored)):
         want, held = target.entries.get(name), _record_of(name, metadata, None)
         if not (has_weight(name, target.entries) and has_weight(name, stored)):
             continue
@@ -127,7 +122,7 @@ def rotation_differences(target: Target, metadata: Metadata) -> dict[str, str]:
     return problems
 
 
-def to_convert(target: Target, metadata: Metadata, manifest: Manifest | None) -> dict[str, Entry]:
+def to_convert(target: LoadTarget, metadata: Metadata, manifest: Manifest | None) -> dict[str, Entry]:
     """Name -> how the checkpoint holds it, for the tensors to convert, in the order of the target."""
     names = {}
     for name in target.paths:
@@ -138,7 +133,7 @@ def to_convert(target: Target, metadata: Metadata, manifest: Manifest | None) ->
     return names
 
 
-def recipe_differences(target: Target, manifest: Manifest) -> list[str]:
+def recipe_differences(target: LoadTarget, manifest: Manifest) -> list[str]:
     """Differences in recipe and shape of tensors that both sides hold quantized, for a manifest that is read late."""
     problems = []
     for name, want in target.entries.items():
@@ -148,10 +143,14 @@ def recipe_differences(target: Target, manifest: Manifest) -> list[str]:
     return sorted(problems)
 
 
-def is_stored(name: str, metadata: Metadata, manifest: Manifest | None) -> bool:
-    """Whether the checkpoint has a tensor of the name, in one form or another."""
+def stored_names(target: LoadTarget, metadata: Metadata, manifest: Manifest | None) -> list[str]:
+    """The tensors of the target that the checkpoint has, in one form or another."""
     stored = metadata.state_dict_metadata
-    return _record_of(name, metadata, manifest) is not None or f"{name}.payload" in stored
+    return [
+        name
+        for name in target.entries
+        if _record_of(name, metadata, manifest) is not None or f"{name}.payload" in stored
+    ]
 
 
 def _record_of(name: str, metadata: Metadata, manifest: Manifest | None) -> Any:
@@ -258,7 +257,7 @@ def _shapes(want: Entry, held: Entry) -> list[str]:
     return [f"{want.name}: the checkpoint holds shape {held.shape}, the target has {want.shape}"]
 
 
-def lacking(target: Target, metadata: Metadata, manifest: Manifest | None) -> dict[str, Container]:
+def lacking(target: LoadTarget, metadata: Metadata, manifest: Manifest | None) -> dict[str, Container]:
     """Tensors of the checkpoint that stand in a container of the target without having a counterpart there.
 
     Another rank's target may have them: see together.py.
@@ -266,16 +265,17 @@ def lacking(target: Target, metadata: Metadata, manifest: Manifest | None) -> di
     Returns:
         Name -> the container.
     """
-    known = rotation_differences(target, metadata)
     containers = {target.paths[name][:-1] for name in target.entries}
     if not _paths_in(metadata) and containers != {()}:
         return {}  # the storage dropped the paths: which container an entry belongs to is not known
-    expected = target.entries.keys() | {key for want in target.entries.values() for key in want.part_keys()}
-    return {
+    expected = target.entries.keys() | owners_of(target.entries.values()).keys()
+    found = {
         name: container
         for key, name, container in _in_containers(containers, metadata, manifest)
-        if key not in expected and key not in known and name not in expected
+        if key not in expected and name not in expected
     }
+    known = rotation_differences(target, metadata) if found else {}  # which say more
+    return {name: container for name, container in found.items() if name not in known}
 
 
 def not_among(
@@ -288,7 +288,7 @@ def not_among(
 
 def owners_in(manifest: Manifest | None) -> dict[str, str]:
     """Entry of a part -> the tensor that it is a part of."""
-    return {key: name for name, entry in (manifest.tensors if manifest else {}).items() for key in entry.part_keys()}
+    return owners_of(manifest.tensors.values()) if manifest else {}
 
 
 def _in_containers(

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.expand import plain_leaf, quantized_local
-from dcp_adapters.format.part_places import Box, box_of, part_box
+from dcp_adapters.format.expand import Leaf
+from dcp_adapters.format.part_places import Box, box_of
 from fsdp_hooks.scale_sync import cuts_of, groups_of, label_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.versions import count_writes
@@ -48,11 +48,13 @@ class Conversion:
         pieces: key -> dtype of the part stored under it, and the box of it to read.
         groups: process groups over which a shared scale of the target is agreed; empty where there is none.
         cutting: the global ranks of each group that cuts the target.
-        label: what all ranks of these groups must have alike.
+        label: what all ranks of these groups must have alike; of a tensor on which nothing is agreed, its name.
         partners: what is equal for those whose scale it shares; None where there are none, and for the values of
             another recipe, which stay what they are.
         inputs: part -> the piece of it that has been read so far; filled in from `buffer`.
         outstanding: read items that have not arrived.
+        name: its name in the state dict.
+        waits: it is written only when something has been agreed on: with other ranks, or with its partners.
     """
 
     source: Entry
@@ -66,15 +68,21 @@ class Conversion:
     partners: Hashable | None = None
     inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     outstanding: int = 0
+    name: str = dataclasses.field(init=False)
+    waits: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """What follows from the others."""
+        self.name, self.waits = self.source.name, bool(self.groups) or self.partners is not None
 
     @staticmethod
-    def of(value: Tensor, source: Entry) -> "Conversion | None":
+    def of(leaf: Leaf, source: Entry) -> "Conversion | None":
         """Decide what to read for a leaf of the target; None where this rank is outside of its mesh.
 
         Raises:
             ValueError: the leaf is a view that cannot be written as a whole.
         """
-        name, q = source.name, quantized_local(value)
+        name, value, q = source.name, leaf.value, leaf.quantized
         if q is not None:
             if q._lens != OWN:
                 raise ValueError(
@@ -84,8 +92,7 @@ class Conversion:
             target: Tensor = q
             box = box_of(name, value, q)
         else:
-            dense = plain_leaf(value)
-            target, box = local_of(dense), _dense_box(dense)
+            target, box = local_of(leaf.plain), _dense_box(leaf.plain)
         if box is None:
             return None
         recipes = (source.recipe, None if q is None else q.recipe)
@@ -93,23 +100,19 @@ class Conversion:
         rows = 1 if q is None else row_multiple(q.recipe)
         region = widened_box(box, value.shape, rows=rows, columns=math.lcm(*blocks))
         # an amax history is not gathered, and says nothing about values
-        specs = [spec for spec in source.specs() if spec.gathered] if all(region[1]) else []
-        pieces = {source.key(spec.name): (spec.dtype, part_box(spec, *region)) for spec in specs}
-        # a cut square block is read whole, and needs no agreement
-        groups = [] if q is None else groups_of(value, lambda dim: shares_scale_along(q.recipe, dim, q.ndim))
-        cutting = [tuple(dist.get_process_group_ranks(group)) for _, group in cuts_of([value])[0]]
+        specs = source.stored_specs() if all(region[1]) else {}
+        pieces = {key: (spec.dtype, spec.box(*region)) for key, spec in specs.items() if spec.gathered}
         partners = None if q is None or q._partners is None or source.recipe is not None else q._partners.within(name)
-        return Conversion(source, target, box, region, pieces, groups, cutting, label_of(name, value), partners)
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is written only when something has been agreed on: with other ranks, or with its partners."""
-        return bool(self.groups) or self.partners is not None
-
-    @property
-    def name(self) -> str:
-        """Its name in the state dict."""
-        return self.source.name
+        groups: list[dist.ProcessGroup] = []
+        cutting: list[tuple[int, ...]] = []
+        label = name
+        if isinstance(value, DTensor):
+            # a cut square block is read whole, and needs no agreement
+            groups = [] if q is None else groups_of(value, lambda dim: shares_scale_along(q.recipe, dim, q.ndim))
+            cutting = [tuple(dist.get_process_group_ranks(group)) for _, group in cuts_of([value])[0]]
+        if cutting or partners is not None:
+            label = label_of(name, value)
+        return Conversion(source, target, box, region, pieces, groups, cutting, label, partners)
 
     def read_items(self, metadata: Metadata) -> list[ReadItem]:
         """What to read for it, and from now on how much is outstanding."""
@@ -138,8 +141,8 @@ class Conversion:
         return claim
 
     @torch.no_grad()
-    def finish(self, agreed: Tensor | None = None) -> None:
-        """Write the target; `agreed` is what was agreed on, flat. Frees what was read."""
+    def write_target(self, agreed: Tensor | None = None) -> None:
+        """Convert what was read, write it into the target, and free it; `agreed` is what was agreed on, flat."""
         if all(self.box[1]) or isinstance(self.target, QuantizedTensor):
             values = self._decoded()
             if isinstance(self.target, QuantizedTensor):
@@ -152,10 +155,12 @@ class Conversion:
     def _write_quantized(self, q: QuantizedTensor, values: Tensor, agreed: Tensor | None) -> None:
         parts = exact.convert_parts(values, q.recipe, self._coded(), self.source.recipe, agreed)
         specs = {spec.name: spec for spec in specs_of(q.recipe)}
-        own = {
-            name: narrowed(part, part_box(specs[name], *self.region), part_box(specs[name], *self.box))
-            for name, part in parts.items()
-        }
+        own = dict(parts)
+        if self.region != self.box:
+            own = {
+                name: narrowed(part, specs[name].box(*self.region), specs[name].box(*self.box))
+                for name, part in parts.items()
+            }
         if self.source.recipe is None:
             own[INITIAL_VALUE] = narrowed(values, self.region, self.box)  # the value it was quantized from
         store(q, own)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.load.read_items import PLAIN
 from dcp_adapters.plain.tiling import is_inside, tiling_fault
-from dcp_adapters.stored.reading.metadata_checks import chunk_in_words, stored_chunk
+from dcp_adapters.stored.reading.metadata_checks import chunk_in_words, stored_chunks
 from dcp_adapters.stored.reading.order import OWN, has_files
 from dcp_adapters.stored.reading.places import shared_places, sharing_message
 from fsdp_hooks.torch_private import local_of
@@ -104,18 +104,19 @@ def _with_places(items: Sequence[ReadItem], stored: Any) -> list[tuple[MetadataI
     return [(item.storage_index, stored.get(item.storage_index) if by_chunk else UNKNOWN) for item in items]
 
 
-def _chunk_problems(chunks: Iterable[tuple[MetadataIndex, Any]], metadata: Metadata) -> list[str]:
+def _chunk_problems(chunks: Sequence[tuple[MetadataIndex, Any]], metadata: Metadata) -> list[str]:
     """Chunks that are read and lie outside of their tensor, or have no place."""
     problems = list[str]()
     seen: set[tuple[int, int]] = set()  # sizes and chunks, by the objects: tensors alike share theirs
+    held = stored_chunks(metadata, [index for index, place in chunks if place is not None])
     for index, place in chunks:
         if place is None:
             problems.append(f"{chunk_in_words(index)}: no file holds it: storage_data has no such chunk")
             continue
-        entry = metadata.state_dict_metadata[index.fqn]
-        if not isinstance(entry, TensorStorageMetadata):
+        if index not in held:
             continue
-        chunk = stored_chunk(entry, index)
+        entry: Any = metadata.state_dict_metadata[index.fqn]
+        chunk = held[index][1]
         both = id(entry.size), id(chunk)
         if both in seen:
             continue

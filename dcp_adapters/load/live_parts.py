@@ -5,55 +5,52 @@ from typing import Any
 
 from torch import Tensor
 
-from dcp_adapters.format.expand import expand_flat, merge, plain_leaf, quantized_local, settled_parts
+from dcp_adapters.format.expand import Leaf, merge, settled_parts
 from dcp_adapters.format.part_places import Box, PartBoxes
-from dcp_adapters.plain.plain_memory import is_plain
+from dcp_adapters.plain.plain_memory import plain_among
 from fsdp_hooks.torch_private import local_of, without_torch_function
 from fsdp_hooks.writable import unwritable
 from qtensor.spec.registry import tensor_wide
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
-def local_parts(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Box]]:
+def local_parts(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Any], dict[str, Box]]:
     """Leaves with each quantized one replaced by its local parts, which alias it, and the boxes of these parts.
 
     Raises:
-        ValueError: as `expand_flat`; a column cut does not fall on block boundaries.
+        ValueError: two have one name; a column cut does not fall on block boundaries; the shards of a gathered weight
+            hold different tensor-wide scales.
     """
-    out, boxes, known = dict[str, Any](), dict[str, Box](), PartBoxes()
+    out, found, boxes, known = dict[str, Any](), list[dict[str, Any]](), dict[str, Box](), PartBoxes()
     with without_torch_function():  # attributes of a subclass go through it, thousands of times
-        for name, value in leaves.items():
-            q = quantized_local(value)
+        for name, leaf in leaves.items():
+            q = leaf.quantized
             if q is None:
-                merge(out, expand_flat({name: value}))
+                found.append({name: leaf.plain})
                 continue
-            places, parts = known.of(name, value, q), settled_parts(name, q)
+            places, parts = known.of(name, leaf.value, q), settled_parts(name, q)
             own = {f"{name}.{part}": box for part, box in places.items()}
             boxes |= own
-            merge(out, {entry: parts[part] for entry, part in zip(own, places, strict=True)})
+            found.append({entry: parts[part] for entry, part in zip(own, places, strict=True)})
+    merge(out, *found)
     return out, boxes
 
 
-def not_writable(leaves: Mapping[str, Any], names: Collection[str]) -> list[str]:
+def not_writable(leaves: Mapping[str, Leaf], names: Collection[str]) -> list[str]:
     """Why some of the named leaves cannot be written in place, a sentence each; other libraries' classes are left out.
 
     torch says so when they are written, and others are loaded by then.
     """
-    plain: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     with without_torch_function():
         for name in names:
-            value = leaves[name]
-            if not isinstance(value, Tensor):
-                continue
-            q = quantized_local(value)
-            parts = {"": local_of(plain_leaf(value))} if q is None else q.parts()
-            plain |= {f"{name}.{part}".rstrip("."): tensor for part, tensor in parts.items() if is_plain(tensor)}
+            leaf = leaves[name]
+            if leaf.quantized is not None:
+                tensors |= {f"{name}.{part}": tensor for part, tensor in leaf.quantized.parts().items()}
+            elif leaf.local is not None:
+                tensors[name] = leaf.local if leaf.plain is leaf.value else local_of(leaf.plain)
+        plain = plain_among(tensors)
     return [f"{name}: {why}" for name, why in unwritable(plain).items()]
-
-
-def is_wrapped(value: Any) -> bool:
-    """Whether a leaf holds its bytes in tensors inside it."""
-    return quantized_local(value) is not None or plain_leaf(value) is not value
 
 
 def vectors_of(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:

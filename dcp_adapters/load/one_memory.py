@@ -13,15 +13,19 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_adapters.plain.plain_memory import is_plain
+from dcp_adapters.format.entry import parts_of
+from dcp_adapters.plain.plain_memory import plain_among
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
-from fsdp_hooks.torch_private import local_of
+from fsdp_hooks.torch_private import named_locals_of
 from fsdp_hooks.writable import meeting
-from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 class OneMemory:
     """The targets of one load that lie on each other's memory.
+
+    Attributes:
+        read: those of them that are read, by entry of the checkpoint.
+        written: name of a conversion -> its targets among them.
 
     Args:
         entries: what is read into, by entry of the checkpoint; entries that are not read are left out by the caller.
@@ -29,29 +33,27 @@ class OneMemory:
     """
 
     def __init__(self, entries: Mapping[str, Any], converted: Mapping[str, Tensor]) -> None:
-        local = {name: local_of(value) for name, value in entries.items() if isinstance(value, Tensor)}
-        parts = {(name, part): each for name, value in converted.items() for part, each in _parts(value).items()}
+        local = named_locals_of(entries)
+        parts = {(name, part): each for name, value in converted.items() for part, each in parts_of(value).items()}
         keys = {f"{name}.{part}".rstrip("."): (name, part) for name, part in parts}
         all_of_them = local | {key: parts[place] for key, place in keys.items()}
-        plain = {name: value.detach() for name, value in all_of_them.items() if is_plain(value)}
+        plain = {name: value.detach() for name, value in plain_among(all_of_them).items()}
         self._groups = {name: group for group in meeting(plain) for name in group}
-        self._read = self._groups.keys() & local.keys()  # a conversion reads under the names of parts, too
+        self.read = self._groups.keys() & local.keys()  # a conversion reads under the names of parts, too
         self._targets = {name: plain[name] for name in self._groups}
         self._sums = {name: [0, 0] for name in self._groups}  # of the bytes that came, and their elements
-        self._written: dict[str, list[str]] = {}  # name of a conversion -> its targets here
+        self.written: dict[str, list[str]] = {}
         for key in keys.keys() & self._groups.keys():
-            self._written.setdefault(keys[key][0], []).append(key)
+            self.written.setdefault(keys[key][0], []).append(key)
         self._lock = threading.RLock()  # readers commit from several threads
 
     def arrived(self, item: ReadItem, tensor: Tensor) -> None:
-        """A piece has been read.
+        """A piece of one of `read` has arrived.
 
         Raises:
             ValueError: it was the last one, and a target does not hold what was read into it.
         """
         name = item.dest_index.fqn
-        if name not in self._read:
-            return
         target = self._targets[name]
         with self._lock:
             one = self._sums[name]
@@ -60,17 +62,14 @@ class OneMemory:
             self._compare(name)
 
     @contextmanager
-    def written(self, name: str) -> Iterator[None]:
-        """A block in which a conversion is written; raises as `arrived` does."""
-        if name not in self._written:
-            yield
-            return
+    def writing(self, name: str) -> Iterator[None]:
+        """A block in which one of `written` is written; raises as `arrived` does."""
         with self._lock:  # nobody else writes there before the sums are taken
             yield
-            for key in self._written[name]:
+            for key in self.written[name]:
                 target = self._targets[key]
                 self._sums[key] = [int(byte_sums([TensorPiece.whole(target)])), target.numel()]
-            for key in self._written[name]:
+            for key in self.written[name]:
                 self._compare(key)
 
     def _compare(self, name: str) -> None:
@@ -85,7 +84,3 @@ class OneMemory:
                     "and the checkpoint has different values for them. They are loaded, one over the other: untie them "
                     "in the target, or leave the one out that is to follow (allow_partial_load=True), and load again"
                 )
-
-
-def _parts(value: Tensor) -> dict[str, Tensor]:
-    return value.parts() if isinstance(value, QuantizedTensor) else {"": value}

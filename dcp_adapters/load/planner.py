@@ -19,6 +19,8 @@ import dataclasses
 import datetime as dt
 import io
 import itertools
+import logging
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,19 +34,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_adapters.format.checksums import CHECKSUMS, Verification
-from dcp_adapters.format.expand import quantized_local
-from dcp_adapters.format.manifest import MANIFEST, Manifest, manifest_of
-from dcp_adapters.load.all_conversions import Conversions, unequal
-from dcp_adapters.load.compare import OWN, Target, differences, is_stored, lacking, recipe_differences, to_convert
-from dcp_adapters.load.conversion import Conversion
-from dcp_adapters.load.coverage import coverage_problems, parts_of_target
-from dcp_adapters.load.live_parts import is_wrapped, local_parts, not_writable, vectors_of
+from dcp_adapters.format.manifest import MANIFEST, Manifest
+from dcp_adapters.load.all_conversions import unequal
+from dcp_adapters.load.compare import OWN, recipe_differences
+from dcp_adapters.load.fitting import Fitted, fit
 from dcp_adapters.load.one_memory import OneMemory
-from dcp_adapters.load.read_items import ReadItems
-from dcp_adapters.load.together import Share, misfit, refuse_lacking, refuse_nothing
+from dcp_adapters.load.together import refuse_lacking, refuse_nothing
 from dcp_adapters.load.unpickling import unpickled
 from dcp_adapters.plain.words import in_lines
-from dcp_adapters.stored.reading.metadata_checks import own_buffer, stored_chunk
+from dcp_adapters.stored.reading.metadata_checks import stored_chunk
 from dcp_adapters.stored.reading.order import (
     chunks_by_file,
     group_after_group,
@@ -54,12 +52,12 @@ from dcp_adapters.stored.reading.order import (
 )
 from dcp_adapters.stored.reading.places import check_archives, check_ordinary
 from dcp_adapters.stored.reading.rebuilding import Rebuilding
-from dcp_adapters.torch_private import Unreadable, flatten_state_dict, is_marked, set_element
-from fsdp_hooks.ranks.across_ranks import ranks_of
-from fsdp_hooks.torch_private import cpu_by_default
+from dcp_adapters.torch_private import Unreadable, any_marked, flatten_state_dict, set_element
 from fsdp_hooks.versions import count_writes
-from qtensor.tensor.contents import preserve
+from qtensor.tensor.contents import forget_initial_values
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
+LOG = logging.getLogger(__name__)
 LOADS = itertools.count()  # names loads that each rank plans for itself; all ranks count alike
 
 
@@ -117,67 +115,34 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         self.conversion_timeout = conversion_timeout
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
-        """Compare, then flatten and expand what is loaded as it is; set apart what is converted."""
+        """Ask whether what is stored is right for the target; decide what is read."""
         assert metadata is not None
         Unreadable.refuse(metadata)
         flat, paths = state_dict, dict[str, Any]({name: (name,) for name in state_dict})
         if self.flatten_state_dict:
             flat, paths = flatten_state_dict(state_dict)
-        self.manifest = manifest_of(metadata)
-        target = Target.of(flat, paths)
-        convert = self.on_mismatch == "convert"
-        problems = differences(target, metadata, self.manifest, partial=self.allow_partial_load, convert=convert)
-        problems += not_writable(flat, [name for name in target.entries if is_stored(name, metadata, self.manifest)])
-        self.lacks = {} if self.allow_partial_load else lacking(target, metadata, self.manifest)
-        if problems:
-            raise misfit(problems, self.lacks, ranks_of(None))
-        self.target = target
+        began = time.perf_counter() if LOG.isEnabledFor(logging.INFO) else None
+        self.fitted = fitted = fit(
+            flat,
+            paths,
+            metadata,
+            partial=self.allow_partial_load,
+            convert=self.on_mismatch == "convert",
+            verify_checksums=self.verify_checksums,
+            timeout=self.conversion_timeout,
+        )
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.state_dict = dict(self.state_dict)  # without flattening it is the caller's own
-        names = to_convert(target, metadata, self.manifest) if convert else {}
-        pieces = [Conversion.of(self.state_dict.pop(name), source) for name, source in names.items()]
-        self.conversions = Conversions(filter(None, pieces), metadata, self.conversion_timeout)
-        self.quantized = {
-            name: q
-            for name, value in self.state_dict.items()
-            if (q := quantized_local(value)) is not None and f"{name}.payload" in metadata.state_dict_metadata
-        }
-        self.vectors = vectors_of(self.quantized)
-        self.wrapped = [value for value in self.state_dict.values() if is_wrapped(value)]
-        self.state_dict, self.parts = local_parts(self.state_dict)
-        read = self.state_dict.keys() & metadata.state_dict_metadata.keys() - self.vectors.keys()
-        self.one_memory = OneMemory({name: self.state_dict[name] for name in read}, self.conversions.targets)
-        self.awaits_manifest = self.manifest is None and bool(self.quantized)
-        if self.awaits_manifest:
-            self.awaits_manifest = self._reads_first(MANIFEST, metadata, dims=1)
-        self.rebuilding = Rebuilding(None if self.manifest is None else self.manifest.base, metadata)
-        wanted = self.verify_checksums or self.rebuilding.link is not None
-        checks = wanted and self._reads_first(CHECKSUMS, metadata, dims=2)
-        if wanted and not checks:
-            why = "verify_checksums=True" if self.verify_checksums else "a delta needs checksums"
-            raise ValueError(
-                f"{why}: the checkpoint has no checksums, since it was saved without QuantizedSavePlanner or with "
-                "checksums=False; nothing has been loaded"
-            )
-        self.verification = Verification() if checks else None
+        self.state_dict, self.conversions = fitted.state_dict, fitted.conversions
+        read = fitted.state_dict.keys() & metadata.state_dict_metadata.keys() - fitted.vectors.keys() - OWN
+        self.one_memory = OneMemory({name: fitted.state_dict[name] for name in read}, self.conversions.targets)
+        self.rebuilding = Rebuilding(None if fitted.manifest is None else fitted.manifest.base, metadata)
+        self.verification = Verification() if fitted.has_checksums else None
+        if began is not None:
+            _log_fitted(fitted, time.perf_counter() - began)
 
     def create_local_plan(self) -> LoadPlan:
-        """Stock read items, and those of the conversions."""
-        assert self.metadata is not None
-        # Not stock's method: it tries the names of checkpoints before torch 2.4 on every entry that the target lacks,
-        # and the entries of conversions are among these.
-        with cpu_by_default():
-            stock = ReadItems(self.metadata, strict=not self.allow_partial_load).of(self.state_dict, self.parts)
-        items = [*stock, *self.conversions.read_items()]
-        parts = parts_of_target(self.state_dict, self.metadata) | self.conversions.parts()
-        problems = coverage_problems(items, parts, self.metadata)
-        if problems:
-            raise ValueError(
-                "the checkpoint's .metadata is damaged; nothing has been loaded. Use another checkpoint:"
-                + in_lines(problems)
-            )
-        share = Share.of(self.target, self.lacks, items, parts)
-        return LoadPlan(items, planner_data=(self.conversions.listed(), share))
+        """What this rank reads, and what the coordinator compares."""
+        return LoadPlan(self.fitted.items, planner_data=(self.conversions.listed(), self.fitted.share))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Coordinator only: stock's plans, and a name for this load that all its ranks know.
@@ -188,7 +153,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         """
         listed, shares = zip(*(plan.planner_data for plan in global_plan), strict=True)
         assert self.metadata is not None
-        refuse_lacking(shares, [plan.items for plan in global_plan], self.metadata, self.manifest)
+        refuse_lacking(shares, [plan.items for plan in global_plan], self.metadata, self.fitted.manifest)
         refuse_nothing(shares)
         problems = unequal(listed)
         if problems:
@@ -209,15 +174,16 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         rest = [item for item in new_plan.items if id(item) not in apart] if apart else new_plan.items
         self.to_look_at = chunks_by_file(self.metadata, new_plan)
         probes = probe_items(self.metadata, new_plan, _weakly(self._look))
-        self.checks = len(probes) + self.awaits_manifest  # what must pass before anything is written
+        self.checks = len(probes) + self.fitted.awaits_manifest  # what must pass before anything is written
         if self.verification is not None:
             self.verification.expect(sum(item.dest_index.fqn == CHECKSUMS for item in own))
-        if any(is_marked(info) for chunks in self.to_look_at.values() for _, info in chunks):
+        if any_marked([info for chunks in self.to_look_at.values() for _, info in chunks]):
             rest, own, *converted = map(self.rebuilding.replace_items, [rest, own, *converted])
         ordered = group_after_group([own, *converted], self.metadata)  # one call: aliases are numbered within it
         items = [*probes, *ordered[: len(own)], *rest, *ordered[len(own) :]]
         self._passed(0)
-        self.conversions.begin(new_plan.planner_data or f"alone.{next(LOADS)}", self.one_memory.written)
+        writing = dict.fromkeys(self.one_memory.written, self.one_memory.writing)
+        self.conversions.begin(new_plan.planner_data or f"alone.{next(LOADS)}", writing)
         return dataclasses.replace(new_plan, items=items)
 
     def read_failed(self, error: BaseException) -> None:
@@ -249,10 +215,12 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Where to read to: a conversion's buffer, a part, or what stock finds."""
-        buffer = self.conversions.buffer(index.fqn)
-        if buffer is None and index.fqn in self.parts:
-            buffer = self.state_dict[index.fqn]
-        return super().lookup_tensor(index) if buffer is None else buffer
+        if index.fqn in self.conversions.by_entry:
+            return self.conversions.buffer(index.fqn)
+        if index.fqn in self.fitted.parts:
+            part: Tensor = self.state_dict[index.fqn]
+            return part
+        return super().lookup_tensor(index)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Verify what was read; convert; spread a tensor-wide scale over a vector."""
@@ -261,17 +229,19 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             name = read_item.dest_index.fqn
             if self.verification is not None:
                 self._verify(read_item, tensor)
-            if self.awaits_manifest and name == MANIFEST:
-                problems = recipe_differences(self.target, Manifest.from_tensor(self.state_dict[MANIFEST]))
+            if self.fitted.awaits_manifest and name == MANIFEST:
+                problems = recipe_differences(self.fitted.target, Manifest.from_tensor(self.state_dict[MANIFEST]))
                 if problems:
                     raise ValueError(
                         "the checkpoint does not fit the target:\n" + "\n".join(f"  {problem}" for problem in problems)
                     )
                 self._passed(1)
-            elif name in self.vectors:
-                self.vectors[name].copy_(tensor.clone())
-            self.one_memory.arrived(read_item, tensor)
-            self.conversions.arrived(name)
+            elif name in self.fitted.vectors:
+                self.fitted.vectors[name].copy_(tensor.clone())
+            if name in self.one_memory.read:
+                self.one_memory.arrived(read_item, tensor)
+            if name in self.conversions.by_entry:
+                self.conversions.arrived(name)
 
     def _rebuild(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """A chunk of a delta, compared with its checksum; then its items get their pieces, as from a reader."""
@@ -290,14 +260,6 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         except BaseException:
             self.conversions.failed()
             raise
-
-    def _reads_first(self, name: str, metadata: Metadata, dims: int) -> bool:
-        """Also read an entry of the checkpoint's own, before what was asked for; False if there is none."""
-        buffer = own_buffer(name, metadata, dims)
-        if buffer is None:
-            return False
-        self.state_dict = {name: buffer, **self.state_dict}
-        return True
 
     def _verify(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Digest a chunk that was read whole; it is compared now, or when the table has arrived."""
@@ -340,9 +302,19 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         """After the last check the load writes: that counts as a write, and preserved initial values are stale."""
         self.checks -= checks
         if not self.checks:
-            for q in self.quantized.values():
-                preserve(q, None)
-            count_writes(self.wrapped)  # the readers write into their parts
+            forget_initial_values(self.fitted.quantized.values())
+            count_writes(self.fitted.wrapped)  # the readers write into their parts
+
+
+def _log_fitted(fitted: Fitted, seconds: float) -> None:
+    stored = [item for item in fitted.items if item.dest_index.fqn not in OWN]
+    LOG.info(
+        "load: this rank reads %d pieces for %d tensors, of which %d are converted; compared and planned in %.2f s",
+        *(len(stored), len(fitted.target.entries), len(fitted.conversions.all), seconds),
+    )
+    for one in fitted.conversions.all:
+        own = one.target.recipe if isinstance(one.target, QuantizedTensor) else one.target.dtype
+        LOG.debug("load: %s is converted from %s to %s", one.name, one.source.recipe or one.source.dtype, own)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_adapters.format.manifest import Manifest
-from dcp_adapters.load.compare import OWN, Container, Target, not_among, owners_in
+from dcp_adapters.load.compare import OWN, Container, LoadTarget, not_among, owners_in
 from dcp_adapters.load.coverage import Parts
 from dcp_adapters.plain.words import few_of, in_lines
 
@@ -23,7 +23,7 @@ SHOWN = 3  # names in a sentence
 MISFIT = "the checkpoint does not fit the target; nothing has been loaded:"
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """What one rank says.
 
     lacks: the containers of its target in which it has not all tensors of the checkpoint. unread: tensors that it has
@@ -37,16 +37,16 @@ class Share(NamedTuple):
     sought: tuple[str, ...]
 
     @staticmethod
-    def of(target: Target, lacks: Mapping[str, Container], items: Sequence[ReadItem], parts: Parts) -> "Share":
+    def of(target: LoadTarget, lacks: Mapping[str, Container], items: Sequence[ReadItem], parts: Parts) -> "RankShare":
         """The share of a rank that lacks these tensors, and reads `items` into `parts` (see coverage.py)."""
         unread = tuple(key if isinstance(key, str) else key.fqn for key, shape in parts.items() if 0 in shape)
         reads = any(item.type is not LoadItemType.BYTE_IO and item.storage_index.fqn not in OWN for item in items)
         finds = bool(reads or unread)
-        return Share(frozenset(lacks.values()), unread, finds, () if finds else tuple(target.entries))
+        return RankShare(frozenset(lacks.values()), unread, finds, () if finds else tuple(target.entries))
 
 
 def refuse_lacking(
-    shares: Sequence[Share], items: Sequence[Sequence[ReadItem]], metadata: Metadata, manifest: Manifest | None
+    shares: Sequence[RankShare], items: Sequence[Sequence[ReadItem]], metadata: Metadata, manifest: Manifest | None
 ) -> None:
     """Raise ValueError for tensors that no rank has; a pure function.
 
@@ -66,7 +66,7 @@ def refuse_lacking(
         raise ValueError(MISFIT + "".join(f"\n  {only_stored(name)}" for name in lost))
 
 
-def refuse_nothing(shares: Sequence[Share]) -> None:
+def refuse_nothing(shares: Sequence[RankShare]) -> None:
     """Raise ValueError where the checkpoint has no tensor of any rank, though some have tensors."""
     sought = sorted({name for share in shares for name in share.sought})
     if sought and not any(share.finds for share in shares):

@@ -7,6 +7,7 @@ writes memory by its address asks here first.
 """
 
 import ctypes
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,6 +28,11 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def plain_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The plain ones."""
+    return {name: tensor for name, tensor in tensors.items() if is_plain(tensor)}
+
+
 def why_no_bytes(tensor: Tensor) -> str | None:
     """Why a tensor has no bytes that could be saved, and what to do; None where it has some, or its class has."""
     if tensor.is_meta:
@@ -36,6 +42,24 @@ def why_no_bytes(tensor: Tensor) -> str | None:
     if is_plain(tensor) and tensor.numel() and not tensor.untyped_storage().nbytes():
         return FREED
     return None
+
+
+def refuse_without_bytes(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for the first of these named tensors that has no bytes, on which a writer would fail later."""
+    for name, tensor in tensors:
+        if (why := why_no_bytes(tensor)) is not None:
+            raise ValueError(f"{name}: {why}")
+
+
+def elements_of(tensor: Tensor) -> "tuple[Tensor, ctypes.Array[ctypes.c_char]] | None":
+    """The bytes of a plain CPU tensor's elements in logical order, and the tensor whose memory they are.
+
+    None for a tensor that is not plain. Keep the tensor alive. Raises ValueError as `memory_of`.
+    """
+    if not is_plain(tensor):
+        return None
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain, memory_of(plain)
 
 
 def memory_of(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":

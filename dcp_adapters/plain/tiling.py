@@ -11,7 +11,7 @@ not cancel.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # What hostile metadata may cost: a chunk has 2^(dims that are cut) corners, each of which is kept for a while.
 MOST_CUT_DIMS = 8
@@ -53,6 +53,11 @@ def tiling_fault(size: Sequence[int], boxes: Sequence[Box]) -> str | None:
         if [start for start, _ in pieces] + [size[cut[0]]] == [0, *ends]:
             return None
     return _corner_fault(size, full, cut)
+
+
+def is_tiled(tensors: Iterable[tuple[Sequence[int], Sequence[Box]]]) -> bool:
+    """Whether the boxes of each tensor, given with its shape, are a partition of it."""
+    return all(tiling_fault(size, boxes) is None for size, boxes in tensors)
 
 
 def _corner_fault(size: Sequence[int], full: Sequence[Box], cut: Sequence[int]) -> str | None:

@@ -1,15 +1,35 @@
 """Saving: each rank's plan, the coordinator's part, and the order in which files are written.
 
+The life of a save, in the order in which files here are entered:
+
+    state dict    every rank        planner.py        flattened; leaves separated, parts get items      write_items.py
+                                                      refused: names, and tensors without bytes         refusals.py
+                                                      a step is made for each option that is on         steps.py
+    plan          every rank        coordinator.py    a record beside the items: recipes, scales
+                                                      each step adds what it tells; the last of them may
+                                                      send a token in place of all of it                plan_cache.py
+    manifest      the coordinator   coordinator.py    ranks must agree; the manifest is made of all of them
+    files planned the coordinator   global_plan.py    who writes which chunk; the manifest is an entry
+                                                      so is the table of checksums                     checksum_table.py
+                                                      room is made beside an older checkpoint           overwrite.py
+    files         every rank        data_files.py     items are resolved, step by step, and written     archives.py
+    published     the coordinator   atomic_writer.py  last checks, then `.metadata`, by one rename
+
 planner.py         QuantizedSavePlanner
-write_items.py     where each part's chunk lies
+steps.py           what a step may do at which stage; these are the steps, in their order:
+  item_sums.py       digest=True: the digests in the manifest
+  since_base.py      delta_to=...: what changed since a full save
+  unsound.py         verify="deep": weights that their masters or histories contradict are refused
+  checksum_table.py  checksums=True: a digest of every chunk, made as it is written
+  overwrite.py       a save over an older checkpoint
+  plan_cache.py      enable_plan_caching=True: plans that one save keeps for the next
+  save_log.py        log lines, while the logger is on
+write_items.py     the leaves of a state dict, and where each part's chunk lies
 coordinator.py     what ranks tell the coordinator: agreement, and the manifest
-item_sums.py       digest=True: the digests in the manifest
-refusals.py        names that are taken, tensors without bytes
-unsound.py         verify="deep": weights that their masters or histories contradict are refused
-since_base.py      delta_to=...: what changed since a full save
-plan_cache.py      plans that one save keeps for the next
-overwrite.py       a save over an older checkpoint
+global_plan.py     the coordinator's plan
+refusals.py        names that are taken, bytes where a writer keeps none
 atomic_writer.py   AtomicFileSystemWriter, whose commit is one rename
 data_files.py      the files that it writes
 archives.py        what torch.save writes of a tensor, without torch.save
+staging/           copies in host memory, of which asynchronous saves write
 """

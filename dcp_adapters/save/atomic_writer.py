@@ -10,6 +10,7 @@ another serialization, or overlaps copies from a device with its writing (one th
 """
 
 import io
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from dcp_adapters.save.data_files import DataWriter, data_files
 from dcp_adapters.save.overwrite import removed_by_another
 from dcp_adapters.torch_private import prefix_of
 
+LOG = logging.getLogger(__name__)
 BEGUN = ".metadata.tmp"  # what stock calls the new metadata, behind "__<rank>" if a rank saves for itself
 
 
@@ -130,6 +132,7 @@ class AtomicFileSystemWriter(FileSystemWriter):
         """
         prefix = prefix_of(plan.storage_data)
         if prefix is None or not self._writes_archives() or self._overlaps_copies():
+            LOG.debug("AtomicFileSystemWriter: stock's code writes the data files of this save")
             return super().write_data(plan, planner)
         files = data_files(plan.items, prefix, self.thread_count if self.single_file_per_rank else None)
         writer = DataWriter(self.fs, Path(self.path), planner, sync=self.sync_files)

@@ -5,58 +5,104 @@ item: a manifest in every local plan would be most of what 4,096 ranks gather.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.manifest import MANIFEST_JSON, Manifest
 from dcp_adapters.format.recipe_names import dtype_name
-from dcp_adapters.save.item_sums import Sums
-from dcp_adapters.save.unsound import Fits
+from dcp_adapters.save.write_items import SaveLeaves
+from fsdp_hooks.kernels.digest import digests
+from fsdp_hooks.torch_private import without_torch_function
 from qtensor.spec.format import PartSpec
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import specs_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
 
 PLAIN = 255  # the kind of an item that is not the payload of a quantized tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Now:
+class TellsNow:
     """The part of a record that may differ at every save while the plan stays the same.
 
     scales: bit patterns of the tensor-wide scales, one for each payload whose format has one, in item order.
     replicated: (part, offset, digest) of each part that several ranks hold; all holders must have equal bytes.
-    sums: with digest=True, the byte sum of each item.
-    base: with delta_to, the digest of the base.
-    fits: with `verify`, how this rank's pieces fit their masters.
+    options: option -> what its step tells.
     """
 
     scales: list[int]
     replicated: list[tuple[str, tuple[int, ...], int]]
-    sums: Sums
-    base: str | None = None
-    fits: Fits = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class RankRecord:
     """What a rank tells the coordinator: planner data of its local plan.
 
     mappings: flat name -> path in the nested state dict, of the entries this rank lists. kinds: for each item an index
-    into `recipes` where it is a payload, else PLAIN. coded: for each item 1 where it is stored as what changed since
-    the base, else 0. checksums, digest: the planner's options of these names.
+    into `recipes` where it is a payload, else PLAIN. options: option -> what its step tells.
     """
 
     mappings: Any
     recipes: list[tuple[dict[str, Any], torch.dtype]]
     kinds: bytes
-    now: Now
-    checksums: bool
-    digest: bool
-    coded: bytes = b""
+    now: TellsNow
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def of(leaves: SaveLeaves, items: Sequence[WriteItem], paths: Mapping[str, Any]) -> "RankRecord":
+        """The record of a rank that lists these items. Values are read from each device at once."""
+        numbers: dict[tuple[Recipe, torch.dtype], int] = {}
+        seen: dict[tuple[Recipe, torch.dtype], int] = {}  # recipes that are stored alike have one number
+        kinds = bytearray([PLAIN]) * len(items)
+        scales: list[Tensor] = []
+        watched: list[MetadataIndex] = []
+        with without_torch_function():
+            for place, item in enumerate(items):
+                name = item.index.fqn
+                if name in leaves.watched:
+                    watched.append(item.index)
+                q = leaves.payloads.get(name)
+                if q is None:
+                    continue
+                kind = q.recipe, q.dtype
+                if kind not in seen:
+                    seen[kind] = numbers.setdefault((q.recipe.stored, q.dtype), len(numbers))
+                kinds[place] = seen[kind]
+                if name in leaves.wide:
+                    scales.append(leaves.wide[name])
+        bits = torch.stack(scales).view(torch.int32).tolist() if scales else []
+        values = digests([[leaves.parts[index.fqn]] for index in watched]).tolist() if watched else []
+        replicated = [
+            (index.fqn, tuple(index.offset or ()), value) for index, value in zip(watched, values, strict=True)
+        ]
+        recipes = [(recipe.to_json(), dtype) for recipe, dtype in numbers]
+        return RankRecord(paths, recipes, bytes(kinds), TellsNow(bits, replicated))
+
+
+def tell(plan: SavePlan, option: str, *, fixed: Any = None, now: Any = None) -> SavePlan:
+    """The plan of a rank whose step for an option tells something; `now` may change while the plan stays the same."""
+    record: RankRecord = plan.planner_data
+    if fixed is not None:
+        record = dataclasses.replace(record, options={**record.options, option: fixed})
+    if now is not None:
+        record = dataclasses.replace(
+            record, now=dataclasses.replace(record.now, options={**record.now.options, option: now})
+        )
+    return dataclasses.replace(plan, planner_data=record)
+
+
+def told(plans: Sequence[SavePlan], option: str) -> list[Any]:
+    """What the ranks tell of an option now; None for those without it."""
+    return [plan.planner_data.now.options.get(option) for plan in plans]
 
 
 def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem], mappings: Any) -> list[SavePlan]:
@@ -64,8 +110,6 @@ def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem], mappings
 
     That happens where one replica group saves for all, and where each rank saves its own (use_collectives=False).
     """
-    if not unlisted:
-        return all_plans
     listed = {item.index.fqn for plan in all_plans for item in plan.items}
     missing = [item for item in unlisted if item.index.fqn not in listed]
     plan, record = all_plans[0], all_plans[0].planner_data
@@ -74,7 +118,6 @@ def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem], mappings
         record,
         mappings={**record.mappings, **paths},
         kinds=record.kinds + bytes([PLAIN] * len(missing)),
-        coded=record.coded + bytes(len(missing) if record.now.base else 0),
     )
     return [dataclasses.replace(plan, items=[*plan.items, *missing], planner_data=record), *all_plans[1:]]
 
@@ -83,15 +126,10 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
     """The manifest of all ranks. Raises ValueError where ranks disagree on a weight's recipe or tensor-wide scale."""
     entries: dict[str, tuple[Any, torch.Size]] = {}  # payload -> (kind, its global size)
     scales: dict[str, tuple[int, int]] = {}  # payload -> (bits, the rank they came from)
-    digests: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}  # (part, offset) -> (digest, the rank)
-    for option in ("checksums", "digest"):
-        if len({getattr(plan.planner_data, option) for plan in all_plans}) > 1:
-            raise ValueError(
-                f"QuantizedSavePlanner: some ranks save with {option}=True, some with False; choose one for all"
-            )
+    replicated: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}  # (part, offset) -> (digest, the rank)
     for rank, plan in enumerate(all_plans):
-        record: Record = plan.planner_data
-        kinds = [_Kind.of(recipe, dtype) for recipe, dtype in record.recipes]
+        record: RankRecord = plan.planner_data
+        kinds = [_PayloadKind.of(recipe, dtype) for recipe, dtype in record.recipes]
         bits = iter(record.now.scales)
         for number, item in zip(record.kinds, plan.items, strict=True):
             if number == PLAIN:
@@ -107,7 +145,7 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
             if kind.wide is not None:
                 _check_agreed(payload, kind.wide, next(bits), rank, scales)
         for part, offset, value in record.now.replicated:
-            first_value, holder = digests.setdefault((part, offset), (value, rank))
+            first_value, holder = replicated.setdefault((part, offset), (value, rank))
             if first_value != value:
                 raise ValueError(
                     f"{part}: rank {holder} and rank {rank} hold different scales for the same rows, whose columns "
@@ -119,40 +157,29 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
     return Manifest({names[payload]: kind.entry(names[payload], size) for payload, (kind, size) in entries.items()})
 
 
-def coded_names(all_plans: list[SavePlan]) -> frozenset[str]:
-    """The tensors that are stored as what changed since the base.
-
-    Raises:
-        ValueError: ranks have other bases, or some of them store a tensor in full.
-    """
-    bases = [plan.planner_data.now.base for plan in all_plans]
+def refuse_other_options(plans: Sequence[SavePlan]) -> None:
+    """Raise ValueError where ranks save with options that all must have alike."""
+    for option in ("checksums", "digest"):
+        if len({option in plan.planner_data.options for plan in plans}) > 1:
+            raise ValueError(
+                f"QuantizedSavePlanner: some ranks save with {option}=True, some with False; choose one for all"
+            )
+    bases = told(plans, "delta_to")
     if len(set(bases)) > 1:
         rank = next(rank for rank, base in enumerate(bases) if base != bases[0])
         raise ValueError(
             f"QuantizedSavePlanner: rank 0 saves a delta to a checkpoint of digest {bases[0]}, rank {rank} one of "
             f"{bases[rank]} (None: in full); give all ranks the same delta_to"
         )
-    names: tuple[set[str], set[str]] = set(), set()  # in full, as changes
-    for plan in all_plans if bases[0] else []:
-        for item, coded in zip(plan.items, plan.planner_data.coded, strict=True):
-            names[coded].add(item.index.fqn)
-    both = names[0] & names[1]
-    if both:
-        raise ValueError(
-            f"{min(both)}: some ranks hold it as a plain tensor, others as one of another class; a delta needs the "
-            "same everywhere"
-        )
-    return frozenset(names[1])
 
 
-def with_manifest(metadata: Metadata, manifest: Manifest) -> Metadata:
-    """The metadata, with the manifest in the planner data."""
-    planner_data = {**(metadata.planner_data or {}), MANIFEST_JSON: manifest.to_json()}
-    return dataclasses.replace(metadata, planner_data=planner_data)
+def with_manifest(metadata: Metadata, record: Mapping[str, Any]) -> Metadata:
+    """The metadata, with the manifest's JSON object in the planner data."""
+    return dataclasses.replace(metadata, planner_data={**(metadata.planner_data or {}), MANIFEST_JSON: record})
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kind:
+class _PayloadKind:
     """One recipe and appearance dtype, with what the loop over all items needs of them."""
 
     recipe: Recipe
@@ -161,10 +188,10 @@ class _Kind:
     wide: str | None
 
     @staticmethod
-    def of(recipe_json: dict[str, Any], dtype: torch.dtype) -> "_Kind":
+    def of(recipe_json: dict[str, Any], dtype: torch.dtype) -> "_PayloadKind":
         recipe = Recipe.from_json(recipe_json)
         specs = specs_of(recipe)
-        return _Kind(recipe, dtype, specs[0], next((spec.name for spec in specs if not spec.per_row), None))
+        return _PayloadKind(recipe, dtype, specs[0], next((spec.name for spec in specs if not spec.per_row), None))
 
     def entry(self, name: str, payload: torch.Size) -> Entry:
         """The manifest's entry of a tensor with a payload of this global size."""

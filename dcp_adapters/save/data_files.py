@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_adapters.plain.plain_memory import memory_of, why_no_bytes
+from dcp_adapters.plain.plain_memory import memory_of, refuse_without_bytes
 from dcp_adapters.save.archives import Frames
 from dcp_adapters.torch_private import StorageInfo
 
@@ -136,8 +136,7 @@ def _settled(name: str, tensor: Tensor) -> Tensor:
     Raises:
         ValueError: it has no bytes.
     """
-    if (why := why_no_bytes(tensor)) is not None:
-        raise ValueError(f"{name}: {why}")
+    refuse_without_bytes([(name, tensor)])
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().size() == tensor.nbytes else tensor.clone()
 

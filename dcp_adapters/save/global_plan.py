@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_adapters.plain.tiling import tiling_fault
+from dcp_adapters.plain.tiling import Box, is_tiled
 
 Key = tuple[str, torch.Size | None]  # what makes two items the same: the entry, and where the chunk begins
 
@@ -101,19 +101,17 @@ def _dropped(plans: Sequence[SavePlan], *, to_lowest_rank: bool) -> list[set[Key
 
 def _covered(entries: dict[str, Any]) -> bool:
     """Whether the chunks of each tensor cover it exactly once."""
-    covered: set[tuple[torch.Size, tuple[int, ...]]] = set()
+    found: dict[tuple[torch.Size, tuple[int, ...]], tuple[torch.Size, list[Box]]] = {}
     for entry in entries.values():
         if not isinstance(entry, TensorStorageMetadata) or not entry.size:
             continue
         key = entry.size, tuple(map(id, entry.chunks))
-        if key in covered:
+        if key in found:
             continue
         if any(_stray(entry.size, chunk) for chunk in entry.chunks):
             return False
-        if tiling_fault(entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]) is not None:
-            return False
-        covered.add(key)
-    return True
+        found[key] = entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    return is_tiled(list(found.values()))
 
 
 def _stray(size: torch.Size, chunk: ChunkStorageMetadata) -> bool:

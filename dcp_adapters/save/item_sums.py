@@ -6,7 +6,7 @@
 So the plan exchange that a save needs in any case carries them, and there is no collective besides.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import torch
@@ -19,20 +19,22 @@ from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.manifest import Manifest
 from dcp_adapters.format.weight_sums import PartSum, digested_parts, tensor_digest
 from dcp_adapters.plain.plain_memory import is_plain
+from dcp_adapters.save.coordinator import tell
+from dcp_adapters.save.steps import GlobalSave, SaveStep, Saving, Source
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 
 Sums = list[int | None]  # of items, in their order; None for bytes, and for tensors of another library's class
 
 
-def item_sums(items: Sequence[WriteItem], tensor_of: Callable[[WriteItem], Tensor]) -> Sums:
+def item_sums(items: Sequence[WriteItem], data_of: Source) -> Sums:
     """What each item adds to the byte sum of its entry, modulo 2^64."""
     sums: Sums = [None] * len(items)
     by_device: dict[torch.device, list[tuple[int, TensorPiece]]] = {}
     for number, item in enumerate(items):
         if item.type == WriteItemType.BYTE_IO:
             continue
-        data, placed = tensor_of(item), item.tensor_data
-        if placed is not None and is_plain(data):
+        data, placed = data_of(item), item.tensor_data
+        if placed is not None and isinstance(data, Tensor) and is_plain(data):
             piece = TensorPiece(data.detach(), tuple(placed.size), tuple(placed.chunk.offsets))
             by_device.setdefault(data.device, []).append((number, piece))
     for pieces in by_device.values():  # one read for each device
@@ -42,13 +44,23 @@ def item_sums(items: Sequence[WriteItem], tensor_of: Callable[[WriteItem], Tenso
     return sums
 
 
-def refuse_ranks_apart(why: str, *, apart: bool) -> None:
-    """Refuse what all ranks are needed for where each rank plans for itself; why: the option, and for what."""
-    if apart:
-        raise ValueError(
-            f"QuantizedSavePlanner: {why}, and here each rank saves for itself (use_collectives=False); save with "
-            "collectives, or without it"
-        )
+class ItemDigests(SaveStep):
+    """The digests of one save."""
+
+    def __init__(self, saving: Saving) -> None:
+        self.saving = saving
+        self.unlisted: dict[MetadataIndex, int | None] = {}  # sums of what this rank lists as the coordinator, perhaps
+
+    def local_plan(self, plan: SavePlan, data: Source) -> SavePlan:
+        """The sums travel with the plan."""
+        sums, own = (item_sums(items, data) for items in (plan.items, self.saving.unlisted))
+        self.unlisted = {item.index: total for item, total in zip(self.saving.unlisted, own, strict=True)}
+        return tell(plan, "digest", fixed=True, now=sums)
+
+    def agree(self, save: GlobalSave) -> None:
+        """The manifest gets the digest of each tensor whose bytes are known."""
+        save.refuse_apart("digest=True adds up the sums of all ranks")
+        save.manifest = with_digests(save.manifest, save.plans, self.unlisted)
 
 
 def with_digests(
@@ -91,7 +103,7 @@ def _chunks(
     """Each chunk of a tensor -> its sum, the first rank that holds it, and the item there."""
     chunks: dict[MetadataIndex, tuple[int | None, int, WriteItem]] = {}
     for rank, plan in enumerate(all_plans):
-        for item, sent in zip_longest(plan.items, plan.planner_data.now.sums):
+        for item, sent in zip_longest(plan.items, plan.planner_data.now.options["digest"]):
             if item.type == WriteItemType.BYTE_IO:
                 continue
             total = own.get(item.index) if sent is None else sent

@@ -17,17 +17,22 @@ for disks without room for two.
 """
 
 import dataclasses
+import logging
 import mmap
 import os
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from torch.distributed.checkpoint import SavePlan
 
 from dcp_adapters.plain.durable import sync
+from dcp_adapters.save.steps import GlobalSave, SaveStep, Saving
 from dcp_adapters.torch_private import prefix_of
 
+LOG = logging.getLogger(__name__)
 DATA = re.compile(r"__\d+_\w+\.distcp", re.ASCII)
 NAMED = re.compile(DATA.pattern.encode(), re.ASCII)
 RANK_METADATA = re.compile(r"__\d+\.metadata")
@@ -35,6 +40,31 @@ BEGUN = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]{8}\.tmp")  # of a save that wa
 END_OF_PICKLE = b"."
 
 Directory = str | os.PathLike[str] | None
+
+
+class Overwrite(SaveStep):
+    """One rank's part in one save."""
+
+    def __init__(self, how: Literal["keep", "delete_first"], saving: Saving) -> None:
+        self.how, self.checkpoint_id = how, saving.checkpoint_id
+        self.alone = False  # whether this rank saves for itself
+
+    def planned(self, save: GlobalSave) -> None:
+        """Make room; all ranks are told whether there was a checkpoint."""
+        self.alone = save.apart is not None
+        room = make_room if self.how == "keep" else clear
+        save.answers["overwrite"] = room(self.checkpoint_id, own=save.apart)
+
+    def finish_plan(self, plan: SavePlan, answers: Mapping[str, Any]) -> SavePlan:
+        """The plan with file names that are this save's own."""
+        if not plan.items:
+            return plan
+        names = own_names(self.checkpoint_id, plan.storage_data, taken=answers["overwrite"])
+        return dataclasses.replace(plan, storage_data=names)
+
+    def commit(self, files: set[str]) -> None:
+        """The files must still be there."""
+        commit(self.checkpoint_id, files, alone=self.alone)
 
 
 def make_room(checkpoint_id: Directory, *, own: str | None = None) -> bool:
@@ -77,6 +107,7 @@ def make_room(checkpoint_id: Directory, *, own: str | None = None) -> bool:
         sync(directory)
     for path in stale:
         _removed(path)
+    LOG.debug("%s: its checkpoint stays until the new one is complete; %d older files removed", directory, len(stale))
     return True
 
 
@@ -127,6 +158,7 @@ def clear(checkpoint_id: Directory, *, own: str | None = None) -> bool:
         for path in directory.iterdir():
             if DATA.fullmatch(path.name) or BEGUN.fullmatch(path.name):
                 _removed(path)
+    LOG.info("%s held a checkpoint, which has been removed before the new one is written", directory)
     return True
 
 

@@ -3,11 +3,13 @@
 A cached plan is identified by a token, which the coordinator drew when it made the global plan, and by the rank's place
 in it. In the steps of a save:
 
-    create_local_plan    a rank whose plan equals one it holds a token for sends the token instead, with what may differ
-                         at every save (scales); after any difference, in formats too, it sends the full plan
-    create_global_plan   the coordinator puts what it kept under the token in place of the missing plans; if all are
-                         unchanged, it plans nothing; a token it does not know raises
-    finish_plan          a rank takes what it kept under the token, or keeps the new plan
+    local_plan     a rank whose plan equals one it holds a token for sends the token instead, with what may differ at
+                   every save (scales); after any difference, in formats too, it sends the full plan
+    receive        the coordinator puts what it kept under the token in place of the missing plans; a token it does not
+                   know raises
+    agree          if all are unchanged, nothing is planned
+    planned        the coordinator keeps what was planned, under a new token
+    finish_plan    a rank takes what it kept under the token, or keeps the new plan
 
 A rank forgets an entry when it sends the token and remembers it in finish_plan. So a save that fails anywhere leaves no
 rank relying on what another one may have lost: the next one sends full plans.
@@ -16,30 +18,35 @@ A few entries are kept in the process, not in planners, which come and go with e
 """
 
 import dataclasses
+import logging
 import threading
 import uuid
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, SavePlan
 
-from dcp_adapters.save.coordinator import Now, Record
+from dcp_adapters.format.manifest import Manifest, tensor_of
+from dcp_adapters.save.coordinator import RankRecord, TellsNow, with_manifest
+from dcp_adapters.save.steps import GlobalSave, SaveStep, Saving, Source
 
+LOG = logging.getLogger(__name__)
 KEPT = 4  # state dicts saved in turn: a model, an optimizer, ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Unchanged:
+class UnchangedPlan:
     """Planner data of a rank that sends no plan."""
 
     token: str
     place: int
-    now: Now
+    now: TellsNow
 
 
 @dataclasses.dataclass(frozen=True)
-class Local:
+class KeptLocal:
     """What a rank keeps: the plan it had sent, the one it got, and where the coordinator finds both."""
 
     token: str
@@ -49,20 +56,78 @@ class Local:
 
 
 @dataclasses.dataclass(frozen=True)
-class Global:
+class KeptGlobal:
     """What the coordinator keeps: the plans it was sent, and what describes those it made of them."""
 
     sent: list[SavePlan]
     metadata: Metadata
-    manifest: Tensor
+    manifest: Manifest
+    stored: Tensor  # the manifest
+
+
+class PlanCache(SaveStep):
+    """One rank's part in one save; the last step of all, since it compares what the others tell."""
+
+    def __init__(self, saving: Saving) -> None:
+        self.full: SavePlan | None = None  # the plan of this rank
+        self.cached: KeptLocal | None = None  # that of an earlier save, if it is the same
+        self.token: str | None = None  # the coordinator's, if no rank has changed
+        self.whole: list[SavePlan] = []  # the plans of all ranks
+
+    def local_plan(self, plan: SavePlan, data: Source) -> SavePlan:
+        """A token, if an earlier plan was the same."""
+        self.full, self.cached = plan, lookup_local(plan)
+        if self.cached is None:
+            LOG.info("plan cache: no earlier plan is the same, so all %d items are sent", len(plan.items))
+            return plan
+        LOG.info("plan cache: an earlier plan is the same, so none of %d items is sent", len(plan.items))
+        unchanged = UnchangedPlan(self.cached.token, self.cached.place, plan.planner_data.now)
+        return SavePlan([], planner_data=unchanged, usable=False)
+
+    def receive(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The full plans. Raises as `restored`."""
+        plans, self.token = restored(plans)
+        return plans
+
+    def agree(self, save: GlobalSave) -> None:
+        """Unchanged plans need no planning."""
+        self.whole, token, self.token = save.plans, self.token, None
+        kept = None if token is None else lookup_global(token)
+        if kept is None:
+            return
+        metadata, stored = kept.metadata, kept.stored
+        if kept.manifest != save.manifest:  # it has digests, say
+            record = save.manifest.to_json()
+            metadata, stored = with_manifest(metadata, record), tensor_of(record)
+        if stored.shape == kept.stored.shape:  # other where a leaf has changed its class
+            save.metadata, save.stored, self.token = metadata, stored, token
+            save.plans = [SavePlan([], usable=False) for _ in save.plans]
+
+    def planned(self, save: GlobalSave) -> None:
+        """Keep new plans; all ranks are told the token."""
+        if self.token is None:
+            assert save.metadata is not None
+            assert save.stored is not None
+            self.token = remember_global(KeptGlobal(self.whole, save.metadata, save.manifest, save.stored))
+        save.answers["plan_cache"] = self.token
+
+    def finish_plan(self, plan: SavePlan, answers: Mapping[str, Any]) -> SavePlan:
+        """The kept plan, or the new one, which is kept."""
+        if plan.usable:
+            assert self.full is not None
+            remember_local(KeptLocal(answers["plan_cache"], answers["place"], self.full, plan))
+            return plan
+        assert self.cached is not None
+        remember_local(self.cached)
+        return dataclasses.replace(self.cached.final, storage_data=plan.storage_data)
 
 
 _lock = threading.Lock()  # the uploads of async saves overlap
-_locals: OrderedDict[str, Local] = OrderedDict()
-_globals: OrderedDict[str, Global] = OrderedDict()
+_locals: OrderedDict[str, KeptLocal] = OrderedDict()
+_globals: OrderedDict[str, KeptGlobal] = OrderedDict()
 
 
-def lookup_local(plan: SavePlan) -> Local | None:
+def lookup_local(plan: SavePlan) -> KeptLocal | None:
     """Take out the entry whose plan is this one, formats included; scales may differ."""
     with _lock:
         for token, entry in _locals.items():
@@ -71,14 +136,14 @@ def lookup_local(plan: SavePlan) -> Local | None:
     return None
 
 
-def remember_local(entry: Local) -> None:
+def remember_local(entry: KeptLocal) -> None:
     """Keep (or put back) an entry, among the newest."""
     with _lock:
         _locals[entry.token] = entry
         _trim(_locals, KEPT)
 
 
-def lookup_global(token: str) -> Global | None:
+def lookup_global(token: str) -> KeptGlobal | None:
     """What the coordinator kept under a token; it becomes the newest entry, as it does on the ranks."""
     with _lock:
         if token in _globals:
@@ -86,7 +151,7 @@ def lookup_global(token: str) -> Global | None:
         return _globals.get(token)
 
 
-def remember_global(entry: Global) -> str:
+def remember_global(entry: KeptGlobal) -> str:
     """Keep it under a new token."""
     token = uuid.uuid4().hex
     with _lock:
@@ -102,15 +167,15 @@ def restored(all_plans: list[SavePlan]) -> tuple[list[SavePlan], str | None]:
         ValueError: a rank sent a token that this process did not give out, or gave to another rank.
     """
     deltas = [plan.planner_data for plan in all_plans]
-    tokens = {delta.token for delta in deltas if isinstance(delta, Unchanged)}
+    tokens = {delta.token for delta in deltas if isinstance(delta, UnchangedPlan)}
     plans = [_restored(rank, plan, len(all_plans)) for rank, plan in enumerate(all_plans)]
-    unchanged = len(tokens) == 1 and all(isinstance(delta, Unchanged) for delta in deltas)
+    unchanged = len(tokens) == 1 and all(isinstance(delta, UnchangedPlan) for delta in deltas)
     return plans, tokens.pop() if unchanged else None
 
 
 def _restored(rank: int, plan: SavePlan, ranks: int) -> SavePlan:
     delta = plan.planner_data
-    if not isinstance(delta, Unchanged):
+    if not isinstance(delta, UnchangedPlan):
         return plan
     kept = lookup_global(delta.token)
     if kept is None or len(kept.sent) != ranks or delta.place != rank:
@@ -124,13 +189,11 @@ def _restored(rank: int, plan: SavePlan, ranks: int) -> SavePlan:
 
 
 def _same_plan(one: SavePlan, other: SavePlan) -> bool:
-    mine: Record = one.planner_data
-    theirs: Record = other.planner_data
+    mine: RankRecord = one.planner_data
+    theirs: RankRecord = other.planner_data
     return (
-        mine.checksums == theirs.checksums
-        and mine.digest == theirs.digest
+        mine.options == theirs.options
         and mine.kinds == theirs.kinds
-        and mine.coded == theirs.coded
         and mine.recipes == theirs.recipes
         and one.items == other.items
         and mine.mappings == theirs.mappings

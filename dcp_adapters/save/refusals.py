@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_adapters.format.checksums import CHECKSUMS
 from dcp_adapters.format.manifest import MANIFEST
-from dcp_adapters.plain.plain_memory import why_no_bytes
 from dcp_adapters.torch_private import writes_safetensors
 
 
@@ -26,13 +24,6 @@ def refuse_taken_names(flat: Mapping[str, Any], entries: Mapping[str, Mapping[st
             f"the state dict holds {min(taken)!r} twice: as an entry and as a part of a quantized weight; rename "
             "the entry"
         )
-
-
-def refuse_without_bytes(name: str, local: Tensor) -> None:
-    """Refuse a tensor that a writer would fail on later."""
-    reason = why_no_bytes(local)
-    if reason is not None:
-        raise ValueError(f"{name}: {reason}")
 
 
 def refuse_bytes_in_safetensors(plan: SavePlan) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import SavePlan
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.format.entry import Entry
@@ -34,6 +35,8 @@ from dcp_adapters.format.soundness import (
     slabs,
 )
 from dcp_adapters.plain.words import in_lines
+from dcp_adapters.save.coordinator import tell
+from dcp_adapters.save.steps import SaveStep, Saving, Source
 from fsdp_hooks.torch_private import local_of
 from qtensor.scales.cut_blocks import cut_blocks_of
 from qtensor.spec.recipes import Recipe
@@ -47,6 +50,17 @@ HOW = {
     FRESH: "what {master} was made from, before a step wrote it",
     BOTH: "what fits either way",
 }
+
+
+class DeepVerify(SaveStep):
+    """What one rank finds; the coordinator compares that with what others tell, whether it verifies itself or not."""
+
+    def __init__(self, level: Level, saving: Saving) -> None:
+        self.level, self.fits = level, refuse_unsound(saving.flat, level)
+
+    def local_plan(self, plan: SavePlan, data: Source) -> SavePlan:
+        """How the pieces fit their masters travels with the plan."""
+        return tell(plan, "verify", now=(self.level, self.fits))
 
 
 @torch.no_grad()
@@ -104,12 +118,18 @@ def _refuse_uncompared(masters: Masters, tensors: Mapping[str, Tensor], level: L
     warnings.warn(f"QuantizedSavePlanner(verify={level!r}): {'; '.join(lines)}", stacklevel=2)
 
 
+def refuse_told_mixtures(told: Sequence[tuple[Level, Fits] | None]) -> None:
+    """`refuse_mixtures` of what ranks tell (see `DeepVerify`); None from one that does not verify."""
+    levels = [said[0] for said in told if said is not None]
+    refuse_mixtures([{} if said is None else said[1] for said in told], levels[0])
+
+
 def refuse_mixtures(said: Sequence[Fits], level: Level) -> None:
     """Raise ValueError where the pieces of ranks each fit a master, and no tensor as a whole does; a pure function.
 
     Args:
         said: for each rank what `refuse_unsound` returned; nothing from one that does not verify.
-        level: of this rank.
+        level: of a rank that verifies.
     """
     problems = []
     for master in sorted({master for own in said for master in own}):

@@ -1,28 +1,26 @@
-"""Write items of quantized leaves: where each part's chunk lies follows from where the weight's shard lies.
+"""What a state dict becomes in a save: leaves for stock DCP, and the parts of quantized leaves with their write items.
 
-DTensor is asked once where a weight's shard lies; dividing by the blocks gives offsets and sizes of payload and scales.
+Where a part's chunk lies follows from where the weight's shard lies: DTensor is asked once for that, and dividing by
+the blocks gives offsets and sizes of payload and scales.
 The items are those that stock DCP makes for the parts that `expand` gives, at a fraction of the cost: a model repeats
 its layers, so similar weights are asked about once, and their items share one record. This also shrinks what ranks
 gather and what the coordinator unpickles.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import SavePlan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.format.checksums import CHECKSUMS, ROW
-from dcp_adapters.format.part_places import box_of, part_box, placement_key
+from dcp_adapters.format.expand import leaves_of, settled_parts
+from dcp_adapters.format.part_places import box_of, placement_key
+from dcp_adapters.plain.plain_memory import refuse_without_bytes
+from fsdp_hooks.torch_private import local_of, without_torch_function
 from qtensor.spec.registry import specs_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
@@ -46,23 +44,85 @@ class PartLayout:
         return WriteItem(MetadataIndex(name, self.data.chunk.offsets), self.kind, tensor_data=self.data)
 
 
-class Layouts:
-    """The layouts of one state dict's weights; those alike in shape, placement and recipe share theirs."""
+@dataclass
+class SaveLeaves:
+    """One rank's leaves, separated.
 
-    def __init__(self) -> None:
-        self._known: dict[object, tuple[PartLayout, ...]] = {}
+    Attributes:
+        plain: what stock DCP saves, by name.
+        parts: the local parts of quantized leaves, aliased, by entry; items: their write items.
+        payloads: entry of a payload -> the quantized tensor; wide: -> its tensor-wide scale, if it has one.
+        watched: parts that several ranks hold: [N, 1] scales cut along columns, histories.
+        withheld: scalars that another rank lists, the first of their mesh.
+        entries: quantized leaf -> part -> its entry.
+    """
 
-    def of(self, name: str, value: Tensor, q: QuantizedTensor) -> tuple[PartLayout, ...]:
-        """A layout for each part of a quantized leaf; none where this rank is outside of the weight's mesh.
+    plain: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    items: list[WriteItem] = field(default_factory=list)
+    payloads: dict[str, QuantizedTensor] = field(default_factory=dict)
+    wide: dict[str, Tensor] = field(default_factory=dict)
+    watched: set[str] = field(default_factory=set)
+    withheld: set[str] = field(default_factory=set)
+    entries: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(flat: Mapping[str, Any]) -> "SaveLeaves":
+        """The leaves of a flattened state dict.
 
         Raises:
-            ValueError: a column cut does not fall on block boundaries.
+            ValueError: a leaf cannot be saved; a column cut does not fall on block boundaries.
         """
-        key = placement_key(value, q)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = tuple(_layouts(name, value, q))
+        found = SaveLeaves()
+        named: list[tuple[str, Tensor]] = []  # all local tensors
+        known: dict[object, list[PartLayout]] = {}  # of leaves alike in shape, placement and recipe
+        leaves = leaves_of(flat)
+        with without_torch_function():  # attributes of a subclass go through it, thousands of times
+            for name, leaf in leaves.items():
+                q = leaf.quantized
+                if q is not None:
+                    key = placement_key(leaf.value, q)
+                    if key not in known:
+                        known[key] = _layouts(name, leaf.value, q)
+                    named += found._keep_parts(name, q, known[key])
+                    continue
+                found.plain[name] = leaf.plain
+                if leaf.local is not None:
+                    named.append((name, leaf.local if leaf.plain is leaf.value else local_of(leaf.plain)))
+                if isinstance(leaf.plain, DTensor) and not leaf.plain.ndim and not lists_scalars(leaf.plain):
+                    found.withheld.add(name)
+        refuse_without_bytes(named)
         return found
+
+    def paths(self, mappings: Mapping[str, Any]) -> dict[str, Any]:
+        """Flat name -> path in the nested dict, with the paths of parts in place of the paths of their weights."""
+        paths = {name: path for name, path in mappings.items() if name not in self.entries}
+        for weight, parts in self.entries.items():
+            *container, last = mappings[weight]
+            for part, entry in parts.items():
+                paths[entry] = (*container, last, part) if isinstance(last, int) else (*container, f"{last}.{part}")
+        return paths
+
+    def _keep_parts(self, name: str, q: QuantizedTensor, layouts: Sequence[PartLayout]) -> list[tuple[str, Tensor]]:
+        """Keep the parts of a quantized leaf; nothing where this rank is outside of its mesh. Returns the kept ones."""
+        specs = specs_of(q.recipe)
+        entries = self.entries[name] = {spec.name: f"{name}.{spec.name}" for spec in specs}
+        if not layouts:
+            return []
+        parts = settled_parts(name, q)
+        for layout in layouts:
+            entry = entries[layout.part]
+            self.parts[entry] = parts[layout.part]
+            self.items.append(layout.item(entry))
+            if layout.several:
+                self.watched.add(entry)
+            if layout.withheld:
+                self.withheld.add(entry)
+        self.payloads[entries["payload"]] = q
+        wide = next((spec.name for spec in specs if not spec.per_row), None)
+        if wide is not None:
+            self.wide[entries["payload"]] = parts[wide]
+        return [(name, part) for part in parts.values()]
 
 
 def _layouts(name: str, value: Tensor, q: QuantizedTensor) -> list[PartLayout]:
@@ -76,7 +136,7 @@ def _layouts(name: str, value: Tensor, q: QuantizedTensor) -> list[PartLayout]:
         PartLayout(
             spec.name,
             kind,
-            _data(*part_box(spec, *box), spec.shape(value.shape), spec.dtype),
+            _data(*spec.box(*box), spec.shape(value.shape), spec.dtype),
             several=(spec.per_row and not spec.block and columns) or spec.length is not None,
             withheld=withheld and not spec.shape(value.shape),
         )
@@ -97,28 +157,6 @@ def plain_item(name: str, tensor: Tensor, *, rows: tuple[int, int] | None = None
     kind = WriteItemType.TENSOR if rows is None else WriteItemType.SHARD
     data = _data(offsets, tuple(tensor.shape), size, tensor.dtype)
     return WriteItem(MetadataIndex(name, data.chunk.offsets), kind, tensor_data=data)
-
-
-def with_checksum_items(plans: list[SavePlan]) -> tuple[list[SavePlan], TensorStorageMetadata]:
-    """Each plan with an item for its rows of the table, and the table's metadata."""
-    total, first = sum(len(plan.items) for plan in plans), 0
-    out: list[SavePlan] = []
-    chunks: list[ChunkStorageMetadata] = []
-    entry = None
-    for plan in plans:
-        rows = torch.empty(len(plan.items), ROW, dtype=torch.uint8, device="meta")
-        if not plan.items:
-            out.append(plan)
-            continue
-        item = plain_item(CHECKSUMS, rows, rows=(first, total))
-        first += len(plan.items)
-        assert item.tensor_data is not None
-        item = replace(item, index=replace(item.index, index=len(chunks)))
-        chunks.append(item.tensor_data.chunk)  # type: ignore[union-attr]
-        entry = TensorStorageMetadata(item.tensor_data.properties, item.tensor_data.size, chunks)  # type: ignore[union-attr]
-        out.append(replace(plan, items=[*plan.items, item]))
-    assert entry is not None  # the manifest is always an item
-    return out, entry
 
 
 _PROPERTIES: dict[torch.dtype, TensorProperties] = {}

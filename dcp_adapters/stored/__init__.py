@@ -11,6 +11,6 @@ removal.py           which saves may go, in which order, and how
 findings.py          findings and counts
 part_values.py       values of scales and payloads that no healthy weight has
 numeric_error.py     how far one tensor's values are from another's
-durable.py           files that survive a loss of power
-progress_bar.py      the bar of a long command
+digest_check.py      are the recorded digests those of the tensors?
+reading/             metadata and chunks, without executing anything in them
 """

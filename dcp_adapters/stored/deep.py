@@ -15,7 +15,7 @@ from dcp_adapters.format.soundness import DenseCheck, Level, Problem, TensorChec
 from dcp_adapters.format.source import Stored
 from dcp_adapters.plain.words import few_of
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from dcp_adapters.stored.findings import Finding, Report
+from dcp_adapters.stored.findings import Finding, VerifyReport
 from qtensor.spec.registry import specs_of
 
 CONVERTED = "converted since they were saved, so not judged: look at what they were converted from"
@@ -24,7 +24,7 @@ NONE = "none could be compared, so nothing is known of whether weights and maste
 Rows = Callable[[slice], Mapping[str, Tensor]]
 
 
-def and_deep(report: Report, opened: Callable[[], Stored], level: Level) -> Report:
+def and_deep(report: VerifyReport, opened: Callable[[], Stored], level: Level) -> VerifyReport:
     """A report on bytes, with what every quantized tensor and every master mean, if the bytes are sound.
 
     Args:

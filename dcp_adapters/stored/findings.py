@@ -26,7 +26,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """What `verify` found, and how much it looked at.
 
     Attributes:

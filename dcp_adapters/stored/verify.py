@@ -30,7 +30,7 @@ from dcp_adapters.plain.words import few_of
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.deep import and_deep
 from dcp_adapters.stored.digest_check import DigestCheck
-from dcp_adapters.stored.findings import Finding, Report
+from dcp_adapters.stored.findings import Finding, VerifyReport
 from dcp_adapters.stored.manifest_faults import manifest_faults
 from dcp_adapters.stored.part_values import value_fault
 from dcp_adapters.stored.reading.base import Base
@@ -59,7 +59,7 @@ def verify(
     *,
     level: Level = "bytes",
     progress: Callable[[int, int], None] | None = None,
-) -> Report:
+) -> VerifyReport:
     """Read a whole checkpoint of the local file system and report everything that is wrong with it.
 
     Args:
@@ -84,7 +84,7 @@ def verify(
     except (ValueError, OSError) as error:
         faults = [Fault(METADATA, "", str(error))]
     if faults:
-        return Report(str(directory), tuple(Finding("error", f.file, f.entry, f.message) for f in faults))
+        return VerifyReport(str(directory), tuple(Finding("error", f.file, f.entry, f.message) for f in faults))
     report = _Verification(directory, metadata, progress or (lambda done, total: None)).run()
     return report if level == "bytes" else and_deep(report, lambda: StoredCheckpoint(directory), level)
 
@@ -107,7 +107,7 @@ class _Verification:
         self.digests = DigestCheck(self.records)
         self.base: Base | None = None
 
-    def run(self) -> Report:
+    def run(self) -> VerifyReport:
         """All checks, in the order of the module's docstring."""
         self.found(holding_faults(self.metadata))
         waiting = self.look_at_files()
@@ -128,7 +128,7 @@ class _Verification:
             self.add(METADATA, "", "it holds no tensors and no other entries: there was nothing to verify")
         tensors = sum(isinstance(record, TensorStorageMetadata) for record in self.records.values())
         findings = tuple(self.findings)
-        return Report(str(self.directory), findings, tensors, self.chunks, self.bytes, self.checksums)
+        return VerifyReport(str(self.directory), findings, tensors, self.chunks, self.bytes, self.checksums)
 
     def add(self, file: str, entry: str, message: str, severity: Literal["error", "warning"] = "error") -> None:
         """Add a finding."""

@@ -12,6 +12,7 @@ copy on the host, too, and makes deltas from it.
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
@@ -30,6 +31,7 @@ from dcp_adapters.hf.exporting.prepare import Asked, prepared, requantizes
 from dcp_adapters.hf.exporting.quantizing import Quantizing, linears_of, routers_by_class
 from dcp_adapters.hf.layouts.layout import layout_named
 from dcp_adapters.hf.models.adapters import check_adapters
+from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.progress_bar import progress_bar
 from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import TensorRecord, bucket_sizes, buckets_of, difference
@@ -42,6 +44,7 @@ from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import registered
 from qtensor.spec.selection import check_lists
 
+LOG = logging.getLogger(__name__)
 RECEIVE = ("first", "all")
 
 
@@ -204,7 +207,8 @@ class WeightStream:
         failed: list[Exception] = []
         taken = self._pass()
         announcement = Announcement(self.version + 1, self._records, self.sizes, self.json)
-        with abort_on_error(sender):
+        told = log_work(LOG, "WeightStream: sending version %d", self.version + 1, nbytes=self.nbytes)
+        with told, abort_on_error(sender):
             if sender is not None:
                 attempt(failed, sender.begin, announcement)
             for bucket in self._buckets(prepared, failed, taken):
@@ -248,7 +252,8 @@ class WeightStream:
         """
         self._refuse_other(version, sender)
         taken, delta = self._delta()
-        with abort_on_error(sender):
+        told = log_work(LOG, "WeightStream: sending version %d as a delta", self.version + 1)
+        with told, abort_on_error(sender):
             step_together(self._ranks, lambda: None if sender is None or delta is None else send_delta(sender, delta))
         self._complete(taken)
 

@@ -16,6 +16,7 @@ blocks get the bytes of converting the whole tensor.
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,15 +57,34 @@ def claim(values: Tensor, b: Recipe, parts: Parts | None = None, a: Recipe | Non
     """
     if not kernels.shares_amax(b):
         return None
+    return _claim(values, b, parts, None if a is None else _Facts.of(values, b, parts, a))
+
+
+class _Facts(NamedTuple):
+    """What is asked of the values of A more than once.
+
+    fineness: of formats that fit powers of two, see there. scales: see `_equal_scales`.
+    """
+
+    fineness: tuple[Any, Any] | None
+    scales: tuple[Tensor, Tensor] | None
+
+    @staticmethod
+    def of(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe) -> "_Facts":
+        fineness = format_of(b).fineness(values, b) if _fits_powers(b) else None
+        scales = None if parts is None or not values.numel() else _equal_scales(parts, a, b, values.shape)
+        return _Facts(fineness, scales)
+
+
+def _claim(values: Tensor, b: Recipe, parts: Parts | None, facts: _Facts | None) -> Tensor | None:
     amax = kernels.shared_amax(values, b)
-    assert amax is not None
-    if a is None:
-        return amax.reshape(-1)
-    facts: tuple[Tensor, ...] = (torch.zeros_like(amax), torch.ones_like(amax))
-    if _fits_powers(b):
-        _, shared = format_of(b).fineness(values, b)
-        facts = shared.depth, shared.broken
-    return torch.stack([amax, *facts, *_scale_facts(values, b, parts, a, amax)]).reshape(-1)
+    if amax is None or facts is None:
+        return None if amax is None else amax.reshape(-1)
+    fine: tuple[Tensor, ...] = (torch.zeros_like(amax), torch.ones_like(amax))
+    if facts.fineness is not None:
+        _, shared = facts.fineness
+        fine = shared.depth, shared.broken
+    return torch.stack([amax, *fine, *_scale_facts(values, b, parts, facts, amax)]).reshape(-1)
 
 
 def convert_parts(
@@ -75,12 +95,15 @@ def convert_parts(
     `agreed` is None where the tensor is not cut. Where `a` is None, this is `quantize(values, b)`. Parts may alias
     those of A.
     """
-    agreed = claim(values, b, parts, a) if agreed is None else agreed
+    facts = None if a is None or values.is_meta else _Facts.of(values, b, parts, a)
+    agreed = _claim(values, b, parts, facts) if agreed is None else agreed
     shape = kernels.amax_shape(values.shape, b)
-    if a is None or values.is_meta:
+    if facts is None:
         return kernels.encode(values, b, None if agreed is None else agreed.view(-1)[: math.prod(shape)].view(shape))
     shared = None if agreed is None else agreed.view(FACTS, *shape)
-    choices = [choice for choice in (_keep_payload(values, b, parts, a, shared), _fit(values, b, shared)) if choice]
+    choices = [
+        choice for choice in (_keep_payload(values, b, parts, facts, shared), _fit(values, b, facts, shared)) if choice
+    ]
     return _settle(choices, lambda: kernels.encode(values, b, None if shared is None else shared[0]), b)
 
 
@@ -118,10 +141,10 @@ def _fits_powers(b: Recipe) -> bool:
     return format_of(b).converts and not keeps_history(b) and not getattr(b, "power_of_two", False)
 
 
-def _fit(values: Tensor, b: Recipe, shared: Tensor | None) -> Choice | None:
-    if not _fits_powers(b):
+def _fit(values: Tensor, b: Recipe, known: _Facts, shared: Tensor | None) -> Choice | None:
+    if known.fineness is None:
         return None
-    facts, own = format_of(b).fineness(values, b)
+    facts, own = known.fineness
     agreed = None if shared is None else own._replace(amax=shared[0], depth=shared[1], broken=shared[2])
     quantizer, enc, holds = format_of(b).fitted(b, facts, agreed)
     return holds, lambda: _encode_with(values, b, quantizer, enc)
@@ -172,7 +195,7 @@ def _same_kind(a: Recipe, b: Recipe) -> bool:
     return not (one.block and other.block and one.block % other.block and other.block % one.block)
 
 
-def _scale_facts(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, amax: Tensor) -> tuple[Tensor, Tensor]:
+def _scale_facts(values: Tensor, b: Recipe, parts: Parts | None, facts: _Facts, amax: Tensor) -> tuple[Tensor, Tensor]:
     """Of the scale that B shares: the largest of A's scales behind it, and minus the least.
 
     Their sum is 0 where all of them are equal. Both are -inf where there are no values, so that others decide, and inf
@@ -180,10 +203,9 @@ def _scale_facts(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, amax
     """
     if not values.numel():
         return torch.full_like(amax, -math.inf), torch.full_like(amax, -math.inf)
-    found = None if parts is None else _equal_scales(parts, a, b, values.shape)
-    if parts is None or found is None:
+    if parts is None or facts.scales is None:
         return torch.full_like(amax, math.inf), torch.full_like(amax, math.inf)
-    largest, least = found
+    largest, least = facts.scales
     wide = tensor_wide(b)
     if wide in (None, "scale"):
         return largest, -least
@@ -191,14 +213,15 @@ def _scale_facts(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, amax
     return torch.where(differ, math.inf, parts[wide]), -parts[wide]
 
 
-def _keep_payload(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe, shared: Tensor | None) -> Choice | None:
+def _keep_payload(
+    values: Tensor, b: Recipe, parts: Parts | None, facts: _Facts, shared: Tensor | None
+) -> Choice | None:
     """A's payload under A's scales, which hold where they are equal under B's; None where they mean nothing to B."""
     new: dict[str, Tensor] = {}
     if values.numel():
-        found = None if parts is None else _equal_scales(parts, a, b, values.shape)
-        if parts is None or found is None:
+        if parts is None or facts.scales is None:
             return None
-        new["scale"], holds = found[0], found[0] == found[1]
+        new["scale"], holds = facts.scales[0], facts.scales[0] == facts.scales[1]
     elif shared is not None:  # a piece without values follows what the others keep
         parts = kernels.encode(values, b, shared[0])
     else:

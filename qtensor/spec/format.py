@@ -59,6 +59,13 @@ class PartSpec:
         behind = stop + self.block - 1 if self.ragged else stop  # a tracer could not tell that both agree
         return start // self.block, behind // self.block
 
+    def box(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where the part of a box of the logical tensor lies in the whole part, as (offsets, sizes)."""
+        shape = self.shape(sizes)
+        if not self.per_row:
+            return (0,) * len(shape), shape
+        return (*offsets[:-1], self.columns(offsets[-1], offsets[-1] + sizes[-1])[0]), shape
+
     def extends_along(self, dim: int, ndim: int) -> bool:
         """Whether cutting the logical tensor along `dim` cuts this part too."""
         return self.per_row and (dim != ndim - 1 or self.block > 0)

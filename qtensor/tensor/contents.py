@@ -9,7 +9,7 @@ preserved initial value along.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,12 @@ def initial_value(q: "QuantizedTensor") -> Tensor | None:
 def preserve(q: "QuantizedTensor", value: Tensor | None) -> None:
     """Keep an initial value beside q, aliased; None forgets it."""
     q._preserved.value = value
+
+
+def forget_initial_values(tensors: Iterable["QuantizedTensor"]) -> None:
+    """Keep no initial value beside any of them."""
+    for q in tensors:
+        preserve(q, None)
 
 
 def contents_of(q: "QuantizedTensor") -> dict[str, Tensor]:

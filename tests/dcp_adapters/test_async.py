@@ -336,7 +336,7 @@ def one_planner_for_two(base: Path, *, caching: bool) -> None:
         dcp.save(models(0), checkpoint_id=base / "warm", planner=planner)
     slow = Slow(base / "0")
     first = dcp.async_save(models(0), storage_writer=slow, planner=planner, process_group=groups[0])
-    while not slow.path.exists() or not hasattr(planner, "plan") or not planner.current:  # until it is planned
+    while not slow.path.exists() or not planner.current:  # until it is planned
         time.sleep(0.01)
     second = dcp.async_save(models(1), checkpoint_id=base / "1", planner=planner, process_group=groups[1])
     second.result()

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_adapters.format.entry import Entry
+from dcp_adapters.format.expand import leaves_of
 from dcp_adapters.format.manifest import Manifest
 from dcp_adapters.load import compare as comparison
-from dcp_adapters.load.compare import TOO_LATE, Target, lacking, recipe_differences, to_convert
+from dcp_adapters.load.compare import TOO_LATE, LoadTarget, lacking, recipe_differences, to_convert
 from dcp_adapters.load.together import only_stored
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
@@ -56,14 +57,14 @@ def stored(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> tupl
     return Metadata(records, planner_data=planner_data), manifest
 
 
-def target(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> Target:
+def target(tensors: dict[str, Any], paths: dict[str, Any] | None = None) -> LoadTarget:
     others = frozenset(name for name, value in tensors.items() if value is None)
     places = {name: (name,) for name in tensors} | (paths or {})
-    return Target(named(tensors, torch.bfloat16), others, places)
+    return LoadTarget(named(tensors, torch.bfloat16), others, places)
 
 
 def differences(
-    want: Target, metadata: Metadata, manifest: Manifest | None, *, partial: bool, convert: bool = False
+    want: LoadTarget, metadata: Metadata, manifest: Manifest | None, *, partial: bool, convert: bool = False
 ) -> list[str]:
     """What a load by one rank alone is refused for."""
     found = comparison.differences(want, metadata, manifest, partial=partial, convert=convert)
@@ -213,7 +214,7 @@ def test_recipe_differences_are_of_tensors_both_sides_have_quantized() -> None:
 
 def test_target_of_a_flattened_state_dict() -> None:
     flat = {"m.w": quantize(torch.ones(48, 64), NV), "m.b": torch.ones(5), "step": 3}
-    found = Target.of(flat, {"m.w": ["m", "w"], "m.b": ("m", "b"), "step": ("step",)})
+    found = LoadTarget.of(leaves_of(flat), {"m.w": ["m", "w"], "m.b": ("m", "b"), "step": ("step",)})
     assert found.entries == {
         "m.w": Entry("m.w", NV, (48, 64), torch.float32),
         "m.b": Entry("m.b", None, (5,), torch.float32),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dcp_adapters import QuantizedStager
-from dcp_adapters.format import checksums
+from dcp_adapters.save import checksum_table
 from qtensor import quantize
 from tests.dcp_adapters.cases import EVERY, held, load, save, values
 from tests.devices import every_device
@@ -44,11 +44,11 @@ def test_a_converting_load_gives_the_bytes_of_the_cpu(source: str, device: str, 
 
 
 @every_device
-@pytest.mark.parametrize("room", [checksums.KEPT, 0])
+@pytest.mark.parametrize("room", [checksum_table.KEPT, 0])
 def test_what_is_saved_from_a_device_is_what_it_held(device: str, room: int, tmp_path: Path) -> None:
     """With copies that wait for being written, and without; the load compares every checksum."""
     live = {name: weight(name, number, device) for number, name in enumerate(EVERY)}
-    with patch.object(checksums, "KEPT", room):
+    with patch.object(checksum_table, "KEPT", room):
         save(live, tmp_path)
     target = {name: weight(name, 77, device) for name in EVERY}
     assert on_cpu(target) != on_cpu(live)

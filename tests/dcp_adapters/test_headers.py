@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from dcp_adapters import SafeFileSystemReader
-from dcp_adapters.stored.reading import headers
-from dcp_adapters.stored.reading.headers import MOST, Headers
-from dcp_adapters.stored.reading.tensor_archive import FileSlice, Header, read_header
+from dcp_adapters.stored.reading import tensor_archive
+from dcp_adapters.stored.reading.tensor_archive import MOST, FileSlice, Header, Headers, read_header
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, bits, load, save, values
 
@@ -42,7 +41,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def read_all(chunks: list[bytes]) -> tuple[list[Header], int]:
     """The headers of chunks behind each other in a file, and how many of them were read in full."""
     stream, found, known, at = io.BytesIO(b"".join(chunks)), list[Header](), Headers(), 0
-    with patch.object(headers, "read_header", wraps=read_header) as full:
+    with patch.object(tensor_archive, "read_header", wraps=read_header) as full:
         for number, chunk in enumerate(chunks):
             found.append(known.read(stream, at, len(chunk), f"chunk {number}"))
             at += len(chunk)
@@ -133,7 +132,7 @@ def test_a_load_reads_as_many_headers_for_four_layers_as_for_two(tmp_path: Path)
         path = tmp_path / str(layers)
         save(state, path)
         target = {name: quantize(values((64, 64), 9), RECIPES["nvfp4"]) for name in state}
-        with patch.object(headers, "read_header", wraps=read_header) as full:
+        with patch.object(tensor_archive, "read_header", wraps=read_header) as full:
             load(target, path, reader=SafeFileSystemReader(path))
         counts.append(full.call_count)
         for name, weight in target.items():

@@ -25,7 +25,7 @@ from dcp_adapters import QuantizedSavePlanner
 from dcp_adapters.format.checksums import CHECKSUMS
 from dcp_adapters.format.manifest import MANIFEST, MANIFEST_JSON, Manifest
 from dcp_adapters.stored.reading.metadata_checks import chunk_in_words
-from dcp_adapters.stored.verify import Report, verify
+from dcp_adapters.stored.verify import VerifyReport, verify
 from dcp_adapters.torch_private import StorageInfo
 from tests.dcp_adapters import tampering
 from tests.dcp_adapters.cases import RECIPES, alone, bits, models
@@ -45,7 +45,7 @@ def checkpoint(sound: Checkpoint, tmp_path: Path) -> Checkpoint:
     return tampering.copied(sound, tmp_path / "checkpoint")
 
 
-def found(report: Report, severity: str = "error") -> list[tuple[str, str, str]]:
+def found(report: VerifyReport, severity: str = "error") -> list[tuple[str, str, str]]:
     return [(f.file, f.entry, f.message) for f in report.findings if f.severity == severity]
 
 

@@ -8,6 +8,8 @@ NOT_RUN.
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 import socket
 import warnings
 from collections import OrderedDict
@@ -279,6 +281,33 @@ def readme(path: Path) -> None:
     assert (path / "saved" / ".metadata").exists()
 
 
+def logs(path: Path) -> None:
+    """The lines come once they are asked for, with the loggers and the words that the page shows."""
+    with qtensor.quantized_model_init(MXFP8BlockScaling()):
+        model = Model()
+    shown = page("logging.md")
+    logger, records = logging.getLogger("dcp_adapters"), list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    root = logging.getLogger()
+    before = [*root.handlers]
+    logger.addHandler(handler)
+    try:
+        shown.run(namespace(model=model, path=path / "saved"))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+        for added in {*root.handlers}.difference(before):
+            root.removeHandler(added)
+    told = "\n".join(f"{record.name}: {record.getMessage()}" for record in records)
+    example = next(block.text for block in shown.blocks if block.language == "")
+    assert _without_numbers(told, path / "saved") == _without_numbers(example.strip(), Path("/checkpoints/step-1000"))
+
+
+def _without_numbers(lines: str, path: Path) -> str:
+    return re.sub(r"[0-9]+(\.[0-9]+)?", "N", lines.replace(str(path), "PATH"))
+
+
 RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many ranks, and what they do
     "README.md": (1, readme),
     "docs/api/qtensor.md": (1, api),
@@ -293,6 +322,7 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/guide.md": (2, guide),
     "docs/how_to_shard.md": (4, how_to_shard),
     "docs/index.md": (2, index),
+    "docs/logging.md": (1, logs),
     "docs/qat.md": (2, qat),
 }
 YAML = ("docs/calibrate_command.md", "yaml")  # read by tests/layerwise/command/test_reference.py

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import filesystem
 import qtensor as qt
 from dcp_adapters import QuantizedSavePlanner
 from dcp_adapters.format import checksums
+from dcp_adapters.save import checksum_table
 from tests.gpu_offline.ordering import Entry, copies_to_host, faults_of, waits_of_host
 from tests.gpu_offline.recording import recorded
 
@@ -33,7 +34,7 @@ def planner_of(recipe: Any) -> QuantizedSavePlanner:
     }
     planner = QuantizedSavePlanner()
     planner.set_up_planner(state, None, True)
-    planner.watched |= {name for name in planner.parts if name.endswith("amax_history")}
+    planner.leaves.watched |= {name for name in planner.leaves.parts if name.endswith("amax_history")}
     return planner
 
 
@@ -44,8 +45,8 @@ def test_planning_reads_scales_at_once_and_histories_at_once(recipe: Any) -> Non
         planner.create_local_plan()
     wide = recipe != RECIPES["mxfp8"]
     history = recipe == RECIPES["delayed"]
-    read = "aten._local_scalar_dense.default in save/planner.py"
-    assert waits_of_host(log) == [f"{read} create_local_plan"] * wide + [f"{read} _replicated"] * history
+    read = "aten._local_scalar_dense.default in save/coordinator.py of"
+    assert waits_of_host(log) == [read] * wide + [read] * history
     assert copies_to_host(log) == []
 
 
@@ -63,7 +64,7 @@ def saved(recipe: Any) -> tuple[list[Entry], list[str]]:
         loader = filesystem._OverlappingCpuLoader(planner.resolve_data, inflight_threshhold=10_000_000)
         for item in plan.items:
             loader.add(filesystem._item_size(item), item)
-        with patch.multiple(checksums, is_plain=lambda data: True, memory_of=lambda data: b""):  # there is no memory
+        with patch.object(checksums, "elements_of", lambda data: (data, b"")):  # there is no memory
             return log, [item.index.fqn for _, item in loader.values()]
 
 
@@ -78,7 +79,7 @@ def test_a_save_copies_each_tensor_once(recipe: Any) -> None:
 
 def test_a_copy_that_there_is_no_room_for_is_made_again() -> None:
     once = Counter(saved(RECIPES["mxfp8"])[1])
-    with patch.object(checksums, "KEPT", 5000):
+    with patch.object(checksum_table, "KEPT", 5000):
         log, names = saved(RECIPES["mxfp8"])
     assert Counter(names) == once
     assert len(copies_to_host(log)) > 2 * WEIGHTS + 1

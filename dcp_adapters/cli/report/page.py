@@ -39,7 +39,7 @@ def page(report: CheckpointReport) -> str:
     used = (compact, heat_map, histogram, human_bytes, profile, middle_left_out, tensors)
     environment.filters.update({function.__name__: function for function in used}, thousands="{:,}".format)
     every = report.tensors
-    return environment.get_template("page.html").render(
+    made: str = environment.get_template("page.html").render(
         report=report,
         notes=notes(report),
         whole=sizes_of(every),
@@ -58,6 +58,7 @@ def page(report: CheckpointReport) -> str:
         FACTOR=FACTOR,
         CHANNELS=CHANNELS,
     )
+    return made
 
 
 def compact(number: float) -> str:

@@ -10,6 +10,7 @@ Until then everything lies in a hidden directory beside it, which an error remov
 all of them.
 """
 
+import logging
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,10 +30,13 @@ from dcp_adapters.hf.exporting.writing import begun_directory, publish_directory
 from dcp_adapters.hf.layouts.layout import layout_named
 from dcp_adapters.hf.models.adapters import check_adapters
 from dcp_adapters.plain.durable import refuse_taken, remove_on_error
+from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.progress_bar import progress_bar
 from fsdp_hooks.ranks.across_ranks import chosen_ranks, is_first, on_first
 from fsdp_hooks.ranks.waiting import waited_for
 from qtensor.spec.registry import APPEARANCE_DTYPES
+
+LOG = logging.getLogger(__name__)
 
 
 def export_hf(  # noqa: PLR0913 - options of one operation
@@ -141,7 +145,8 @@ def _publish_files(final: Path, source: Source, asked: Asked, plan: ExportPlan, 
     begun = Path(on_first(group, lambda: str(begun_directory(final, asked.described, plan))))
     group_of = own_groups(source, groups_of(asked.given, asked.prefix))
     first = is_first(group)
-    with remove_on_error(begun) if first else nullcontext():
+    told = log_work(LOG, "export_hf to %s", final, nbytes=plan.nbytes)
+    with told, remove_on_error(begun) if first else nullcontext():
         with progress_bar("exporting", plan.nbytes, enabled=show and first) as advance:
             write_files(source, plan, begun, group_of, advance, group)
         on_first(group, lambda: publish_directory(begun, final, plan))

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.manifest import Manifest
-from dcp_adapters.format.part_places import part_box
 from dcp_adapters.hf.files.directory import Directory, FileTensor
 from dcp_adapters.hf.files.names import Piece, pieces_of, turned_experts, turned_pieces
 from dcp_adapters.hf.layouts.layout import HEADS, INPUT_SCALE, ONE_OVER, SHAPE, StoredAs, kind_of
@@ -331,7 +330,7 @@ class _Presentation:
         for piece, linear in linears:
             lead = () if piece.expert is None else (piece.expert,)
             start = (*lead, *(0 for _ in linear.shape[:-2]), piece.rows[0], 0)
-            box = part_box(spec, start, (*(1 for _ in lead), *linear.shape))
+            box = spec.box(start, (*(1 for _ in lead), *linear.shape))
             stored, tensor = linear.parts[spec.name]
             chunks.append(Chunk(*box, _source(tensor, stored, spec, lead=len(lead))))
         return Placed(spec.dtype, spec.shape(entry.shape), tuple(chunks))

@@ -20,13 +20,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.expand import entry_of, plain_leaf
+from dcp_adapters.format.expand import entry_of, leaves_of, plain_leaf
 from dcp_adapters.format.rotations import advise_not_rotating, advise_rotating
 from dcp_adapters.hf.models.architectures import architecture_of
 from dcp_adapters.hf.reading.materialise import Live, materialise
 from dcp_adapters.hf.reading.passed_over import UNEXPECTED, PassedOver, unexpected_patterns
 from dcp_adapters.hf.reading.reader import HuggingFaceReader
-from dcp_adapters.load.compare import Target, differences, to_convert
+from dcp_adapters.load.compare import LoadTarget, differences, to_convert
 from dcp_adapters.load.live_parts import not_writable
 from dcp_adapters.load.planner import QuantizedLoadPlanner
 from dcp_adapters.plain.words import few_of, in_lines
@@ -223,9 +223,10 @@ def _compare(
     problems += live.problems()
     check_spanned(live.state.values(), ranks)
     metadata, flat = reader.read_metadata(), {name: plain_leaf(live.state[name]) for name in names}
-    target = Target.of(flat, {name: (name,) for name in flat})
+    leaves = leaves_of(flat)
+    target = LoadTarget.of(leaves, {name: (name,) for name in flat})
     problems += differences(target, metadata, made.manifest, partial=True, convert=True)
-    problems += not_writable(flat, [name for name in flat if not live.state[name].is_meta])
+    problems += not_writable(leaves, [name for name in flat if not live.state[name].is_meta])
     if on_mismatch == "raise":
         for name, source in to_convert(target, metadata, made.manifest).items():
             own = target.entries[name].recipe

@@ -23,7 +23,7 @@ from dcp_adapters.hf.reading.stored_directory import StoredDirectory
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress
 from dcp_adapters.plain.words import few_of
 from dcp_adapters.stored.deep import and_deep
-from dcp_adapters.stored.findings import Finding, Report
+from dcp_adapters.stored.findings import Finding, VerifyReport
 from dcp_adapters.stored.part_values import value_fault
 
 SHOWN = 3  # names in a sentence
@@ -31,7 +31,7 @@ SHOWN = 3  # names in a sentence
 
 def verify_directory(
     path: str | os.PathLike[str], *, level: Level = "bytes", advance: Advance = ignore_progress
-) -> Report:
+) -> VerifyReport:
     """Read a whole directory and report everything that is wrong with it.
 
     Args:
@@ -47,7 +47,7 @@ def verify_directory(
         stored, directory = StoredDirectory(path), read_directory(path)
         recorded = RecordedDigests(directory)
     except (ValueError, OSError) as error:
-        return Report(str(path), (Finding("error", "", "", str(error)),))
+        return VerifyReport(str(path), (Finding("error", "", "", str(error)),))
     findings = [*_lacking(recorded), *_unnamed(directory), *_misread(directory, stored)]
     left = dict(directory.tensors)
     chunks = nbytes = agreed = 0
@@ -71,7 +71,7 @@ def verify_directory(
     compare([*left.values()])
     if not directory.tensors:
         findings.append(Finding("error", "", "", "its files hold no tensors: there was nothing to verify"))
-    report = Report(str(path), tuple(findings), len(stored.entries), chunks, nbytes, agreed)
+    report = VerifyReport(str(path), tuple(findings), len(stored.entries), chunks, nbytes, agreed)
     return report if level == "bytes" else and_deep(report, lambda: stored, level)
 
 

@@ -7,7 +7,7 @@ Each check returns `Fault`s, naming file or entry, what was found and what was e
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -125,6 +125,18 @@ def stored_chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkSto
     if at is not None and at < len(entry.chunks) and entry.chunks[at].offsets == index.offset:
         return entry.chunks[at]
     return next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
+
+
+def stored_chunks(
+    metadata: Metadata, indices: Iterable[MetadataIndex]
+) -> dict[MetadataIndex, tuple[torch.dtype, ChunkStorageMetadata]]:
+    """Those of the indices that name chunks of tensors, with the tensor's dtype and the chunk."""
+    found = {}
+    for index in indices:
+        entry = metadata.state_dict_metadata[index.fqn]
+        if isinstance(entry, TensorStorageMetadata):
+            found[index] = entry.properties.dtype, stored_chunk(entry, index)
+    return found
 
 
 def own_buffer(name: str, metadata: Metadata, dims: int, where: str = "the checkpoint") -> Tensor | None:

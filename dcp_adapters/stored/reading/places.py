@@ -16,11 +16,10 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from dcp_adapters.stored.reading.headers import Headers
-from dcp_adapters.stored.reading.metadata_checks import METADATA, Fault, chunk_in_words, stored_chunk
-from dcp_adapters.stored.reading.tensor_archive import FileSlice
+from dcp_adapters.stored.reading.metadata_checks import METADATA, Fault, chunk_in_words, stored_chunks
+from dcp_adapters.stored.reading.tensor_archive import FileSlice, Headers
 
 WAY_OUT = "Nothing has been loaded; use another checkpoint"
 THIS_RANK = "This rank has loaded nothing, others may have; use another checkpoint"
@@ -110,14 +109,14 @@ def check_archives(path: Path, chunks: Mapping[MetadataIndex, Any], metadata: Me
     Raises:
         ValueError: one cannot be read, or holds something else than the metadata says.
     """
-    known = Headers()
+    known, said = Headers(), stored_chunks(metadata, chunks)
     with path.open("rb", buffering=0) as stream:
         for index, info in sorted(chunks.items(), key=lambda held: held[1].offset):
-            entry = metadata.state_dict_metadata[index.fqn]
-            if not isinstance(entry, TensorStorageMetadata) or getattr(info, "transform_descriptors", None):
+            if index not in said or getattr(info, "transform_descriptors", None):
                 continue
             held = _dtype_and_shape(path, index, stream, info, known)
-            message = contradiction(held, entry.properties.dtype, stored_chunk(entry, index).sizes)
+            dtype, chunk = said[index]
+            message = contradiction(held, dtype, chunk.sizes)
             if message is not None:
                 raise ValueError(f"{path}: {chunk_in_words(index)}: {message}. {THIS_RANK}")
 

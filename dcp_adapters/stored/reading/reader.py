@@ -14,6 +14,7 @@ Stock's code reads what remains: byte entries, transformed chunks, and tensors w
 file (with torch.load(weights_only=True)).
 """
 
+import logging
 import os
 import pickle
 import stat
@@ -27,9 +28,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
+from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.words import in_lines
 from dcp_adapters.stored.reading.direct_read import Elements
-from dcp_adapters.stored.reading.headers import Headers
 from dcp_adapters.stored.reading.metadata_checks import (
     METADATA,
     Fault,
@@ -43,9 +44,10 @@ from dcp_adapters.stored.reading.order import PROBE, original_index
 from dcp_adapters.stored.reading.places import THIS_RANK, contradiction, file_faults, unreadable_message
 from dcp_adapters.stored.reading.plain_pickle import read_plain
 from dcp_adapters.stored.reading.read_ahead import Need, ReadAhead
-from dcp_adapters.stored.reading.tensor_archive import Header
+from dcp_adapters.stored.reading.tensor_archive import Header, Headers
 from dcp_adapters.torch_private import Unreadable
 
+LOG = logging.getLogger(__name__)
 Place = tuple[str, int, int]  # file, offset, length of a chunk
 Placed = tuple[ReadItem, Any]  # with DCP's record of where its chunk is stored
 
@@ -122,7 +124,7 @@ class SafeFileSystemReader(FileSystemReader):
         A planner with a method `archives_checked()` is told when every chunk has been looked at; one with a method
         `read_failed(error)` is told of an error before it is raised.
         """
-        with tell_failures(planner):
+        with log_work(LOG, "reading %d pieces from %s", len(plan.items), self.path), tell_failures(planner):
             placed = [(item, self.storage_data[item.storage_index]) for item in plan.items]
             per_path: dict[str, list[Placed]] = {}
             for item, info in placed:  # as stock groups them: probes and conversions count on it

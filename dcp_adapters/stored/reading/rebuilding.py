@@ -10,6 +10,7 @@ at a time.
 
 import io
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from dcp_adapters.stored.reading.base import Base
 from dcp_adapters.stored.reading.order import REBUILT, has_files
 from dcp_adapters.torch_private import Alias, is_marked, unmarked
 
+LOG = logging.getLogger(__name__)
 WRITTEN = "Some tensors of the target may be loaded already"
 
 
@@ -87,6 +89,7 @@ class Rebuilding:
         if self.is_needed:
             assert self.link is not None
             self.base = Base.of(self.link, directory)
+            LOG.info("%s is a delta: its chunks are rebuilt from %s", directory, self.base.directory)
 
     @staticmethod
     def is_for(item: ReadItem) -> bool:

@@ -3,6 +3,12 @@
 A chunk is what torch.save writes: a zip file with a small pickle that describes the tensor, and its bytes as a record.
 torch.load(weights_only=True) runs nothing, but it unpacks compressed records and builds whatever the pickle describes.
 Here the description alone is read: a plain strided tensor whose elements all lie in one uncompressed record.
+
+What `read_header` makes of a chunk depends on the chunk's length and on the bytes that it looked at: zip directory,
+the small records and the headers of records, a kilobyte at both ends. Weights of repeated layers differ in their
+elements alone, at which it does not look. So `Headers` keeps these bytes, and a chunk of the same length that has the
+same ones at the same places has the same header; each end is read once for that. (Archives with CRC32s of their
+elements differ in the directory, and each is read; but what describes the tensor is interpreted once.)
 """
 
 import io
@@ -20,6 +26,8 @@ from dcp_adapters.stored.reading.metadata_names import DTYPES, Function
 from dcp_adapters.stored.reading.plain_pickle import read_plain
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, .., lengths of the name and of the extra field
+MOST = 4  # headers that are kept of one length; archives that are all different would be compared with all of them
+NEAR = 4096  # bytes between pieces that are read along with them
 MOST_DESCRIPTION = 65536  # bytes; a tensor of 64 dims takes a tenth of it
 # The classes that stand for a storage of one dtype; other dtypes have an UntypedStorage and name themselves.
 STORAGES = {
@@ -37,6 +45,9 @@ STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": torch.uint8,  # counted in bytes
 }
+
+Pieces = list[tuple[int, bytes]]  # where in the chunk, and what is there
+Reads = list[tuple[int, int, Pieces]]  # where in the chunk and how much to read, and pieces, counted from there
 
 
 @dataclass(frozen=True)
@@ -102,8 +113,8 @@ class FileSlice(io.RawIOBase):
         return filled
 
 
-def read_header(chunk: "FileSlice", what: str) -> Header:
-    """What a chunk holds. Leaves the chunk at its beginning.
+def read_header(chunk: FileSlice, what: str, described: dict[bytes, Header] | None = None) -> Header:
+    """What a chunk holds. Leaves the chunk at its beginning. `described`: what is known of descriptions, kept in it.
 
     Raises:
         ValueError: it is no archive as torch.save writes it, is compressed, or describes anything but one plain tensor
@@ -119,9 +130,13 @@ def read_header(chunk: "FileSlice", what: str) -> Header:
     except Exception as error:  # damaged archives raise errors of all kinds
         kind = "" if type(error) in (ValueError, zipfile.BadZipFile) else f"{type(error).__name__}: "
         raise ValueError(f"{what}: no archive of a tensor: {kind}{error}; use another checkpoint") from error
-    header = read_plain(data, what, names=NAMES, storage=_storage)
+    header = None if described is None else described.get(data)
+    if header is None:
+        header = read_plain(data, what, names=NAMES, storage=_storage)
     if type(header) is not Header:
         raise ValueError(f"{what}: it holds a {type(header).__name__}, expected a tensor; use another checkpoint")
+    if described is not None:
+        described[data] = header
     record = records.get(f"data/{header.record}")
     if record is None or record.file_size < header.stored:
         held = 0 if record is None else record.file_size
@@ -132,6 +147,75 @@ def read_header(chunk: "FileSlice", what: str) -> Header:
         raise ValueError(f"{what}: no archive of a tensor: {error}; use another checkpoint") from error
     chunk.seek(0)
     return replace(header, record_start=start)
+
+
+class Headers:
+    """The headers that one reader has read."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[tuple[Reads, Header]]] = {}  # by the length of the chunk
+        self._described: dict[bytes, Header] = {}  # by the pickle that describes the tensor
+
+    def read(self, stream: IO[bytes], offset: int, length: int, what: str) -> Header:
+        """What the chunk of an open file holds. Raises ValueError as `read_header`."""
+        known = self._known.setdefault(length, [])
+        for reads, header in known:
+            if _has(stream, offset, reads):
+                return header
+        chunk = _Watched(stream, offset, length)
+        header = read_header(chunk, what, self._described)
+        if len(known) < MOST:
+            known.append((_reads(chunk.pieces()), header))
+        return header
+
+
+class _Watched(FileSlice):
+    """A slice that keeps what is read of it."""
+
+    def __init__(self, stream: IO[bytes], offset: int, length: int) -> None:
+        super().__init__(stream, offset, length)
+        self.seen: dict[int, bytes] = {}
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer from the position, up to the end of the slice."""
+        at = self.at
+        count = super().readinto(buffer)
+        if count > len(self.seen.get(at, b"")):
+            self.seen[at] = bytes(memoryview(buffer)[:count])
+        return count
+
+    def pieces(self) -> Pieces:
+        """All that was read, in order; what follows each other is one piece."""
+        found: Pieces = []
+        for at, data in sorted(self.seen.items()):
+            start, held = found[-1] if found else (0, b"")
+            if found and at <= start + len(held):
+                found[-1] = start, held[: at - start] + data + held[at - start + len(data) :]
+            else:
+                found.append((at, data))
+        return found
+
+
+def _reads(pieces: Pieces) -> Reads:
+    """The reads that give all pieces, the last first: most differ in the directory."""
+    found: Reads = []
+    for at, data in pieces:
+        if found and at - sum(found[-1][:2]) <= NEAR:
+            start, _, near = found[-1]
+            found[-1] = start, at + len(data) - start, [*near, (at - start, data)]
+        else:
+            found.append((at, len(data), [(0, data)]))
+    return found[::-1]
+
+
+def _has(stream: IO[bytes], offset: int, reads: Reads) -> bool:
+    """Whether these pieces stand in the chunk at `offset`."""
+    for start, count, pieces in reads:
+        stream.seek(offset + start)
+        held = stream.read(count)
+        if any(held[at : at + len(data)] != data for at, data in pieces):
+            return False
+    return True
 
 
 def record_start(chunk: FileSlice, record: zipfile.ZipInfo) -> int:

@@ -20,7 +20,7 @@ from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 from qtensor import Int4GroupScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
 if TYPE_CHECKING:
-    from dcp_adapters.stored.findings import Report
+    from dcp_adapters.stored.findings import VerifyReport
 
 KEY = "qtensor.digests"
 
@@ -48,7 +48,7 @@ def rewritten(file: Path, tensors: dict[str, Tensor], note: str | None) -> None:
     save_file(tensors, file, metadata=metadata if note is None else {**metadata, KEY: note})
 
 
-def errors(report: Report) -> list[tuple[str, str, str]]:
+def errors(report: VerifyReport) -> list[tuple[str, str, str]]:
     return [(found.file, found.entry, found.message) for found in report.errors]
 
 
