@@ -1,12 +1,12 @@
-"""Tensors in memory to a later version: whole ones or shards, all of it or nothing.
+"""Bring tensors in memory to a later version: whole ones or shards, all of it or nothing.
 
     check    the digest of what is there; every frame that is needed is decoded, the new bytes of each tensor are made
              and summed, one tensor at a time; the digest of the result
              whether each tensor can be written, and holds what it should after tensors on the same memory are written
     write    the changed units alone, once all ranks have found all of this in order
 
-A target that is the result already is left as it is. An error of the check leaves it as it is, too. One while memory is
-written (a device that fails) reaches all ranks, and says that the target is no version.
+A target that is the result already is left as it is. An error of the check leaves it as it is, too. An error while
+memory is written (a device that fails) reaches all ranks, and says that the target is no version.
 """
 
 import logging
@@ -34,7 +34,7 @@ from fsdp_hooks.wrappers import plain_name
 from fsdp_hooks.writable import meeting, span_of, unwritable
 from qtensor.tensor.contents import preserve
 
-# positions in the flat units of a shard, and what they become; None where only other ranks' shards change
+# positions in the flat units of a shard, and what they become; None if only other ranks' shards change
 Written = tuple[Tensor, Tensor] | None
 LOG = logging.getLogger(__name__)
 LAZY = "it is a lazy negative or conjugate, whose memory holds other values; resolve it (resolve_neg(), resolve_conj())"
@@ -58,11 +58,11 @@ def apply_deltas(
         no_dist: this process alone has the target, whole, and no other rank takes part.
 
     Returns:
-        How many deltas were applied: 0 where the target was the result already.
+        How many deltas were applied: 0 if the target was the result already.
 
     Raises:
         ValueError: the deltas are no chain; the target has other names, recipes or shapes, or other bytes than the
-            delta starts from; ranks have other tensors or deltas than each other; a delta is damaged, or does not lead
+            delta starts from; tensors or deltas differ between ranks; a delta is damaged, or does not lead
             to what it says; a tensor cannot be written in place, or shares memory with one that becomes another. The
             target is as it was.
         RuntimeError: another rank failed; its text says whether the target is as it was.
@@ -100,6 +100,7 @@ def apply_deltas(
             )
         _refuse_unwritable(shards, written)
         _refuse_meeting(shards, written)
+    # Nothing is written before all ranks have come here.
     leaves = {plain_name(name): value for name, value in flatten_state_dict(dict(target))[0].items()}
     with log_work(LOG, "apply_deltas: writing %d changed tensors", len(written)), raise_together(group):
         try:
@@ -116,7 +117,7 @@ def apply_deltas(
 
 
 def _refuse_unwritable(shards: Shards, written: Mapping[str, Written]) -> None:
-    """Raise ValueError where torch would refuse a write, or where it would be more than one."""
+    """Raise ValueError if torch would refuse a write, or would do more than one write."""
     data = {key: shards.held[key].piece.data for key, change in written.items() if change is not None}
     found = {key: LAZY for key, each in data.items() if each.is_neg() or each.is_conj()} | unwritable(data)
     problems = [f"{key}: {why}" for key, why in found.items()]
@@ -125,15 +126,16 @@ def _refuse_unwritable(shards: Shards, written: Mapping[str, Written]) -> None:
 
 
 def _refuse_meeting(shards: Shards, written: Mapping[str, Written]) -> None:
-    """Raise ValueError where tensors on one memory would not all hold what they should; tied ones do.
+    """Raise ValueError if tensors on one memory would not all hold what they should; tied ones do.
 
-    It is tried on a copy of that memory.
+    The writes are tried on a copy of that memory.
     """
     for keys in meeting(shards.data):
         if not any(written.get(key) for key in keys):
             continue
         data = {key: shards.held[key].piece.data for key in keys}
-        for key, why in unwritable(data).items():  # it does not change itself, and others on its memory do
+        # These do not change themselves, so nobody has looked at them yet; others on their memory do.
+        for key, why in unwritable(data).items():
             raise ValueError(f"{key} shares memory with others that change, and {why}; the target is as it was")
         copies = _copy_together(data)
         for key in keys:
@@ -152,7 +154,7 @@ def _refuse_meeting(shards: Shards, written: Mapping[str, Written]) -> None:
 
 
 def _copy_together(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors in a copy of the memory that they share, on the CPU, that lie on each other as they do."""
+    """Copy the memory that tensors share to the CPU; return tensors that lie in it as those do in theirs."""
     begin, end = min(span_of(each)[0] for each in data.values()), max(span_of(each)[1] for each in data.values())
     memory = torch.zeros(end - begin, dtype=torch.uint8, device="cpu")
     copies = {}
@@ -173,7 +175,7 @@ def _digest(shards: Shards, sums: Tensor, group: dist.ProcessGroup | None) -> st
 
 
 def _find_written(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Written], Tensor]:
-    """Key -> what will be written, for all that changes on any rank; and the sums of the shards afterwards.
+    """Find what will be written, by key, for all that changes on any rank; and the sums of the shards afterwards.
 
     The sums are int64 [3, keys].
     """
@@ -188,6 +190,7 @@ def _find_written(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Wr
                 own.append(_changes_of_shard(shard, delta, found))
         if any(map(len, own)):
             data = data.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            # Steps wrap around: int8 127 plus 1 is -128, as when they were made.
             flat = units(data)
             for local in own:
                 flat[local.positions] += local.steps
@@ -199,7 +202,7 @@ def _find_written(shards: Shards, deltas: Sequence[Delta]) -> tuple[dict[str, Wr
 
 
 def _changes_of_shard(shard: Shard, delta: Delta, changes: Changes) -> Changes:
-    """Those in a shard, by positions in it."""
+    """Find the changes that lie in a shard, by positions in it."""
     if not shard.piece.data.numel():
         return Changes(changes.positions[:0], changes.steps[:0])
     dtype, shape = delta.layout.parts[shard.key]
@@ -210,7 +213,7 @@ def _changes_of_shard(shard: Shard, delta: Delta, changes: Changes) -> Changes:
 
 
 def _note_written(leaves: Mapping[str, Any], names: Iterable[str]) -> None:
-    """These have been written, here or on another rank: torch is told, and preserved initial values are stale."""
+    """Tell torch that these have been written, here or on another rank, and drop initial values, which are stale."""
     for name in names:
         q = quantized_local(leaves[name])
         if q is not None:
@@ -223,6 +226,7 @@ def _write(data: Tensor, positions: Tensor, values: Tensor) -> None:
     if data.is_contiguous():
         units(data)[positions] = values
         return
+    # Positions count elements in logical order, and the units of a strided tensor are no view.
     whole = data.contiguous()
     units(whole)[positions] = values
     data.copy_(whole)

@@ -1,4 +1,4 @@
-"""Changes in the order of a layout's numbering, gathered to frames.
+"""Gather changes, in the order of a layout's numbering, to frames.
 
 A frame is full at MOST_CHANGES changes, or at the end of its run. So where frames end depends on the changes alone, and
 whoever brings them, in pieces of whatever size, writes the same frames.
@@ -10,7 +10,7 @@ from dcp_adapters.delta.layout import StateLayout
 
 
 class Encoder:
-    """`add` for every tensor of every run that changed, in the order of the layout; then `frames`."""
+    """Call `add` for every tensor of every run that changed, in the order of the layout; then `frames`."""
 
     def __init__(self, layout: StateLayout) -> None:
         self._runs = layout.runs
@@ -26,7 +26,7 @@ class Encoder:
         self._count = 0  # of changes held
 
     def add(self, key: str, changes: Changes) -> None:
-        """Changes of a tensor, ascending, by positions in it.
+        """Add changes of a tensor, ascending, by positions in it.
 
         Raises:
             ValueError: they are not after all that were added before.
@@ -48,11 +48,12 @@ class Encoder:
         self._flush(everything=False)
 
     def frames(self) -> list[tuple[int, Coded]]:
-        """All frames, each with the number of its run."""
+        """Return all frames, each with the number of its run."""
         self._flush(everything=True)
         return self._frames
 
     def _flush(self, *, everything: bool) -> None:
+        # A frame is as full as it can be, whatever pieces came: so many ranks and one process write the same bytes.
         while self._count >= (1 if everything else MOST_CHANGES):
             held = join(self._held, self._runs[self._run].unit)
             frame = Changes(held.positions[:MOST_CHANGES], held.steps[:MOST_CHANGES])

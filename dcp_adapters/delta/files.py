@@ -1,4 +1,4 @@
-"""Deltas between checkpoints or directories on disk: made, and applied.
+"""Make and apply deltas between checkpoints or directories on disk.
 
     write_delta     OLD, NEW -> a file
     patched_copy    BASE, deltas -> OUT: everything is read and checked, then OUT is written beside its name, and gets
@@ -68,11 +68,11 @@ class WrittenDelta:
 
     @property
     def weights(self) -> int:
-        """Logical elements of all tensors."""
+        """Count the logical elements of all tensors."""
         return sum(entry.numel for entry in self.delta.layout.entries.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; keys are only ever added under the same format."""
+        """Return plain data; keys are only ever added under the same format."""
         return {
             "format": DELTA_FORMAT,
             "old": self.old,
@@ -88,7 +88,7 @@ class WrittenDelta:
         }
 
     def render(self) -> str:
-        """For people."""
+        """Say it to people."""
         bits = 8 * self.nbytes / max(self.weights, 1)
         return (
             f"{self.out}: {human_bytes(self.nbytes)} for {human_bytes(self.delta.layout.nbytes)} in full, "
@@ -126,11 +126,11 @@ class PatchedCopy:
     written: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; keys are only ever added under the same format."""
+        """Return plain data; keys are only ever added under the same format."""
         return {"format": APPLY_FORMAT, **vars(self)}
 
     def render(self) -> str:
-        """For people."""
+        """Say it to people."""
         if not self.written:
             return f"{self.out}: it holds {self.result} already, nothing was written"
         skipped = self.deltas - self.applied
@@ -170,7 +170,8 @@ def write_delta(
         ```
     """
     out = Path(out)
-    if out.exists() or out.is_symlink():  # now, not when all has been read
+    # Now, and not when both states have been read.
+    if out.exists() or out.is_symlink():
         raise FileExistsError(f"{out} exists already; choose another name, nothing is overwritten")
     sides = [open_state(path, check=verify_checksums) for path in (old, new)]
     _refuse_other_kind(*sides)
@@ -178,6 +179,7 @@ def write_delta(
     told = log_work(LOG, "write_delta from %s to %s", old, new, nbytes=size)
     with told, progress_bar("comparing", size, enabled=progress) as advance:
         delta = delta_between(*sides, advance=advance)
+    # A delta carries entries of bytes, but in a directory they are what config.json says, which is not written.
     if isinstance(sides[0], StoredFiles) and delta.blobs:
         raise ValueError(
             f"{old} and {new} say other things of their quantization (config.json or hf_quant_config.json), so equal "
@@ -237,6 +239,7 @@ def patched_copy(
         if isinstance(source, StoredFiles):
             _write_files(patched, source, after, final, advance)
         else:
+            # A conversion that converts nothing: it writes a source, one tensor at a time, with checksums of its own.
             convert_checkpoint(patched, final, ConversionPlan(torch.bfloat16, frozenset()), advance=advance)
     return PatchedCopy(str(base), str(out), len(opened), len(left), result, written=True)
 
@@ -248,7 +251,7 @@ def _refuse_other_kind(old: Stored, new: Stored) -> None:
 
 
 def _holds(out: Path, delta: Delta) -> bool:
-    """Whether a directory holds what a delta leads to."""
+    """Tell whether a directory holds what a delta leads to."""
     if not out.is_dir() or not any(out.iterdir()):
         return False
     try:
@@ -263,7 +266,7 @@ def _changed_keys(layout: StateLayout, deltas: Sequence[Delta]) -> list[str]:
 
 
 def _check_result(patched: Patched, before: Summed, result: str, advance: Advance = ignore_progress) -> Summed:
-    """The patched state. Raises ValueError where the deltas, all decoded here, do not lead to what they say."""
+    """Sum the patched state. Raises ValueError if the deltas, all decoded here, do not lead to what they say."""
     layout = before.layout
     sums = dict(before.sums)
     for key in _changed_keys(layout, patched.deltas):
@@ -291,6 +294,7 @@ def _write_files(patched: Patched, source: StoredFiles, after: Summed, final: Pa
             with (begun / file).open("r+b") as stream:
                 size, header = read_header(stream)
                 metadata = header.get(METADATA, {})
+                # The digests that the file notes of its tensors would contradict the new bytes.
                 if here and DIGESTS in metadata:
                     metadata[DIGESTS] = renewed_note(metadata[DIGESTS], file, digests)
                     write_header(stream, size, header)

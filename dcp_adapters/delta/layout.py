@@ -29,11 +29,11 @@ class DtypeRun:
 
     @property
     def unit(self) -> torch.dtype:
-        """Its whole numbers."""
+        """Return the dtype of its whole numbers."""
         return unit_of(self.dtype)
 
     def end(self, number: int) -> int:
-        """The position after the last unit of a tensor."""
+        """Return the position after the last unit of a tensor."""
         return self.starts[number + 1] if number + 1 < len(self.starts) else self.extent
 
 
@@ -46,23 +46,24 @@ class StateLayout:
 
     @staticmethod
     def of(entries: Iterable[Entry], blobs: Iterable[str] = ()) -> "StateLayout":
-        """That of a source: recipes as they are stored."""
+        """Describe a source: recipes are as they are stored."""
         stored = (entry if entry.recipe is None else replace(entry, recipe=entry.recipe.stored) for entry in entries)
         return StateLayout({entry.name: entry for entry in stored}, frozenset(blobs))
 
     @cached_property
     def parts(self) -> dict[str, PartShape]:
-        """Key ("w.payload") -> dtype and global shape."""
+        """Return key ("w.payload") -> dtype and global shape."""
         return {key: held for entry in self.entries.values() for key, held in entry.stored().items()}
 
     @cached_property
     def owners(self) -> dict[str, tuple[str, str]]:
-        """Key -> name of its tensor and of the part: ("w", "payload")."""
+        """Return key -> name of its tensor and of the part: ("w", "payload")."""
         return {entry.key(part): (entry.name, part) for entry in self.entries.values() for part in entry.parts()}
 
     @cached_property
     def runs(self) -> tuple[DtypeRun, ...]:
-        """By the names of their dtypes; tensors by theirs."""
+        """Return the runs by the names of their dtypes; the tensors of each by theirs."""
+        # Sorted, so that the numbering depends on names alone, and not on the order in which a rank has its tensors.
         by_dtype: dict[str, list[str]] = {}
         for key in sorted(self.parts):
             by_dtype.setdefault(dtype_name(self.parts[key][0]), []).append(key)
@@ -76,19 +77,19 @@ class StateLayout:
         return tuple(found)
 
     def unit_shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor in units."""
+        """Return the shape of a tensor in units."""
         return unit_shape(*self.parts[key])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Count the bytes of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
 
 
 def layout_differences(
     a: StateLayout, b: StateLayout, sides: tuple[str, str] = ("the old state", "the new one")
 ) -> list[str]:
-    """Why one state cannot become the other by changes of bytes, a sentence each, by name; empty where it can."""
+    """Say why one state cannot become the other by changes of bytes, a sentence each, by name; empty if it can."""
     problems = []
     for name in sorted(a.entries.keys() | b.entries.keys()):
         held = a.entries.get(name), b.entries.get(name)

@@ -1,4 +1,4 @@
-"""The version that a rank last sent, and what changed since.
+"""Hold the version that a rank last sent, and find what changed since.
 
     base = HeldVersion(model.state_dict(), version=0)      every rank keeps the bytes of its own shards, on the host
     ...                                                    training
@@ -69,7 +69,7 @@ class HeldVersion:
         }
 
     def since(self, state_dict: Mapping[str, Any], version: int) -> Delta | None:
-        """What changed since the held version, on rank 0, and None elsewhere; a collective. The held version stays.
+        """Make the delta since the held version, on rank 0; None elsewhere. A collective. The held version stays.
 
         Raises:
             ValueError: names, recipes, shapes or placements are not those of the held version.
@@ -88,12 +88,14 @@ class HeldVersion:
         digests = state_digest(self.layout, before, {}), state_digest(self.layout, after, {})
         encoder = Encoder(self.layout)
 
+        # Changes of different ranks' shards interleave: `join` sorts them, so the delta is that of whole tensors.
         def encode(bucket: Mapping[str, list[Changes]]) -> None:
             for key, found in bucket.items():
                 encoder.add(key, join(found, unit_of(self.layout.parts[key][0])))
 
         for bucket in _buckets(changes, self.group):
             gathered = _gather({key: changes[key] for key in bucket.keys}, bucket, self.group)
+            # An error of rank 0 is raised on all ranks, which would wait in the next gather otherwise.
             on_first(self.group or ALONE, lambda gathered=gathered: encode(gathered))  # type: ignore[misc]
         made: list[Delta] = []
         versions = self.version, version
@@ -115,6 +117,7 @@ class HeldVersion:
         with raise_together(self.group):
             refuse_other_layout(self.layout, shards.layout, ("the held version", "the state dict"))
             self._refuse_other_shards(shards)
+        # All checks are behind us: a held version that is half new would make a delta that nobody can apply.
         for key, piece in self._kept.items():
             piece.data.copy_(shards.held[key].piece.data)
         self.version = version
@@ -139,7 +142,7 @@ class HeldVersion:
                 )
 
     def _changes(self, shard: Shard) -> Changes:
-        """Of one shard, by global positions; none where another rank counts it."""
+        """Find what changed in one shard, by global positions; nothing if another rank counts it."""
         dtype, shape = self.layout.parts[shard.key]
         if not shard.counts:
             return join([], unit_of(dtype))
@@ -159,7 +162,7 @@ class _Bucket:
 
 
 def _buckets(changes: Mapping[str, Changes], group: dist.ProcessGroup | None) -> list[_Bucket]:
-    """The same on all ranks, in the order of the keys; tensors that no rank has changed are left out."""
+    """Plan the buckets, the same on all ranks, in the order of the keys; tensors that no rank changed are left out."""
     keys = list(changes)
     counts = torch.tensor([len(found) for found in changes.values()], dtype=torch.int64, device="cpu").unsqueeze(0)
     widths = torch.tensor([found.steps.element_size() for found in changes.values()], dtype=torch.int64, device="cpu")
@@ -185,9 +188,11 @@ def _buckets(changes: Mapping[str, Changes], group: dist.ProcessGroup | None) ->
 def _gather(
     changes: Mapping[str, Changes], bucket: _Bucket, group: dist.ProcessGroup | None
 ) -> dict[str, list[Changes]]:
-    """Key -> the changes of all ranks, on rank 0; empty elsewhere. One collective."""
+    """Gather the changes of all ranks, by key, on rank 0; empty elsewhere. One collective."""
     if group is None:
         return {key: [found] for key, found in changes.items()}
+    # Bytes, padded to the rank that has most: gather takes equal sizes and one dtype, and what is behind a rank's own
+    # changes is not read, since all ranks know all counts.
     own = torch.cat([part for found in changes.values() for part in (_raw(found.positions), _raw(found.steps))])
     device = device_of(group)
     sent = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=device)
@@ -212,6 +217,7 @@ def _raw(values: Tensor) -> Tensor:
 
 
 def _take(data: Tensor, at: int, count: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """`count` values that begin at a byte, and where the next begin."""
+    """Take `count` values that begin at a byte, and tell where the next begin."""
     end = at + count * dtype.itemsize
+    # A view as int64 needs an aligned start, which a clone has.
     return data[at:end].clone().view(dtype), end

@@ -1,4 +1,4 @@
-"""A delta from two stored states, one tensor of each in memory at a time; and the digest of one state."""
+"""Make a delta from two stored states, one tensor of each in memory at a time; and the digest of one state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ class Summed:
 
     @property
     def digest(self) -> str:
-        """The one value of it."""
+        """Return the one value that stands for the state."""
         return state_digest(self.layout, self.sums, self.blobs)
 
 
 def layout_of(source: Source) -> StateLayout:
-    """What a source has."""
+    """Return what a source has."""
     return StateLayout.of(source.entries.values(), source.blobs if isinstance(source, Stored) else ())
 
 
@@ -53,7 +53,7 @@ def delta_between(
     versions: tuple[int | None, int | None] = (None, None),
     advance: Advance = ignore_progress,
 ) -> Delta:
-    """What leads from one state to another.
+    """Make what leads from one state to another.
 
     Args:
         old: a checkpoint, a directory, or tensors in memory.
@@ -88,7 +88,7 @@ def delta_between(
 def refuse_other_layout(
     old: StateLayout, new: StateLayout, sides: tuple[str, str] = ("the old state", "the new one")
 ) -> None:
-    """Raise ValueError where one state cannot become the other by changes of bytes."""
+    """Raise ValueError if one state cannot become the other by changes of bytes."""
     problems = layout_differences(old, new, sides)
     if problems:
         raise ValueError(
@@ -98,13 +98,13 @@ def refuse_other_layout(
 
 
 def refuse_empty(layout: StateLayout) -> None:
-    """Raise ValueError where two states hold nothing: a delta between them would say that they are equal."""
+    """Raise ValueError if two states hold nothing: a delta between them would say that they are equal."""
     if not layout.entries and not layout.blobs:
         raise ValueError("both states hold no tensors, so nothing leads from one to the other")
 
 
 def sum_of(tensor: Tensor) -> int:
-    """The byte sum of a whole part."""
+    """Return the byte sum of a whole part."""
     return int(byte_sums([TensorPiece.whole(tensor)]))
 
 

@@ -43,7 +43,7 @@ class Delta:
 
     Attributes:
         base, result: the digests of the two states (state_digest.py).
-        base_version, version: numbers that the maker gave them, None where it gave none.
+        base_version, version: numbers that the maker gave them; None if it gave none.
         layout: what both states have.
         frames, blobs: what changed. read: hands out their bytes.
         where: what messages call it.
@@ -77,7 +77,7 @@ class Delta:
         blobs: Mapping[str, bytes],
         versions: tuple[int | None, int | None] = (None, None),
     ) -> "Delta":
-        """A new one, in memory, from the digests of the two states, coded frames and changed entries of bytes."""
+        """Make one in memory, from the digests of the two states, coded frames and changed entries of bytes."""
         held: dict[str, bytes] = {}
         records, changed = [], []
         for number, (run, coded) in enumerate(frames):
@@ -90,16 +90,16 @@ class Delta:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the frames."""
+        """Count the bytes of the frames."""
         return sum(sum(frame.coded.lengths) for frame in self.frames)
 
     @property
     def changed(self) -> int:
-        """Units that change."""
+        """Count the units that change."""
         return sum(frame.coded.count for frame in self.frames)
 
     def changes(self, key: str) -> Iterator[Changes]:
-        """What changes in a tensor, ascending by position in it, in pieces.
+        """Yield what changes in a tensor, ascending by position in it, in pieces.
 
         Raises:
             ValueError: a frame is damaged.
@@ -108,6 +108,7 @@ class Delta:
         run = self.layout.runs[number]
         first, end = run.starts[at], run.end(at)
         frames = self._frames_of.get(number, [])
+        # The frame before the first one that begins in the tensor may reach into it.
         begin = bisect_right(frames, first, key=lambda held: held[1].coded.start) - 1
         for place in range(max(begin, 0), len(frames)):
             index, frame = frames[place]
@@ -119,7 +120,7 @@ class Delta:
                 yield Changes(found.positions[low:high] - first, found.steps[low:high])
 
     def blob(self, name: str) -> bytes | None:
-        """The new bytes of an entry; None where they stay. Raises ValueError where they are damaged."""
+        """Return the new bytes of an entry; None if they stay. Raises ValueError if they are damaged."""
         for number, blob in enumerate(self.blobs):
             if blob.name == name:
                 what = f"{self.where}: {name}"
@@ -130,7 +131,7 @@ class Delta:
         return None
 
     def check_table(self) -> None:
-        """Raise ValueError where the numbers that describe the frames contradict the layout."""
+        """Raise ValueError if the numbers that describe the frames contradict the layout."""
         runs = self.layout.runs
         for number, frames in self._frames_of.items():
             if number >= len(runs):
@@ -148,7 +149,7 @@ class Delta:
             raise damaged(self.where, f"{short(strange[0])} is no entry of bytes of its state")
 
     def check(self) -> None:
-        """Decode everything. Raises ValueError where something is damaged."""
+        """Decode everything. Raises ValueError if something is damaged."""
         for frames in self._frames_of.values():
             for place, (index, _) in enumerate(frames):
                 self._decode(index, _next_start(frames, place))
@@ -170,7 +171,7 @@ class Delta:
 
     @cached_property
     def _last(self) -> dict[int, tuple[int, Changes]]:
-        """The frame decoded last of each run: tensors are asked for one after the other."""
+        """Hold the frame decoded last of each run: tensors are asked for one after the other."""
         return {}
 
     def _decode(self, index: int, following: int | None) -> Changes:
@@ -182,6 +183,7 @@ class Delta:
         run = self.layout.runs[frame.run]
         data = self._read_checked(frame_name(index), frame.checksum)
         found = decode(replace(frame.coded, data=data), run.unit, run.extent, what)
+        # A frame begins where the one before ends: so one that is missing, or of another delta, is noticed.
         if following is not None and int(found.positions[-1]) + 1 != following:
             raise damaged(what, "the next one does not begin where it ends")
         self._last[frame.run] = index, found
@@ -195,20 +197,20 @@ class Delta:
 
 
 def _next_start(frames: list[tuple[int, CodedFrame]], place: int) -> int | None:
-    """Where the next frame of a run begins; None after the last."""
+    """Return where the next frame of a run begins; None after the last."""
     return frames[place + 1][1].coded.start if place + 1 < len(frames) else None
 
 
 def frame_name(number: int) -> str:
-    """What the bytes of a frame are called."""
+    """Name the bytes of a frame."""
     return f"frame.{number:06d}"
 
 
 def blob_name(number: int) -> str:
-    """What the bytes of a changed entry of bytes are called."""
+    """Name the bytes of a changed entry of bytes."""
     return f"blob.{number:06d}"
 
 
 def checksum(data: bytes) -> str:
-    """16 hexadecimal digits."""
+    """Return 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)

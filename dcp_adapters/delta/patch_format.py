@@ -72,7 +72,7 @@ def delta_to_bytes(delta: Delta) -> bytes:
 
 
 def delta_from_bytes(data: bytes, where: str = "the delta") -> Delta:
-    """The inverse of `delta_to_bytes`.
+    """Undo `delta_to_bytes`.
 
     Raises:
         ValueError: it is no delta, of another format version, or damaged.
@@ -85,6 +85,7 @@ def delta_from_bytes(data: bytes, where: str = "the delta") -> Delta:
         ```
     """
     try:
+        # safetensors hands out the metadata of files, and not that of bytes in memory: the header is read once more.
         tensors = load(data)
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -123,7 +124,7 @@ def save_delta(delta: Delta, path: str | os.PathLike[str]) -> Path:
 
 
 def open_delta(path: str | os.PathLike[str]) -> Delta:
-    """A file as a delta; its frames are read when they are needed.
+    """Open a file as a delta; its frames are read when they are needed.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -173,6 +174,7 @@ def _table(delta: Delta) -> dict[str, Any]:
 
 def _parse(metadata: Mapping[str, str], read: Read, where: str) -> Delta:
     header = _header(metadata, where)
+    # Sizes are believed only after both checksums: what a changed bit says of sizes would take memory.
     table = read(TABLE)
     if checksum(table) != header[TABLE]:
         raise damaged(where, "its table has another checksum than its header says")

@@ -1,6 +1,6 @@
-"""The shards that a rank has of a state dict, as plain boxes of plain global tensors.
+"""See the shards that a rank has of a state dict as plain boxes of plain global tensors.
 
-Whatever several ranks hold alike, one of them counts: the first along each mesh dim on which a part is replicated, on
+Of ranks that hold a copy of the same, one counts it: the first along each mesh dim on which a part is replicated, on
 the mesh that has rank 0, and rank 0 for what is no DTensor. So each unit of the state is counted once, by exactly one
 rank. All copies are summed, and copies that differ are refused.
 """
@@ -43,14 +43,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Shards:
-    """All of a rank, in the same order on all ranks; `layout` is the same on all ranks, too."""
+    """All shards of a rank, in the same order on all ranks; `layout` is the same on all ranks, too."""
 
     layout: StateLayout
     held: Mapping[str, Shard]
 
     @staticmethod
     def of(state_dict: Mapping[str, Any], group: dist.ProcessGroup | None) -> "Shards":
-        """Those of a state dict of tensors, nested or flat.
+        """Find the shards of a state dict of tensors, nested or flat.
 
         Raises:
             ValueError: a leaf is no tensor, has no bytes, or is placed so that a rank's local tensor is no box.
@@ -76,11 +76,11 @@ class Shards:
 
     @property
     def data(self) -> dict[str, Tensor]:
-        """The live bytes of each key."""
+        """Return the live bytes of each key."""
         return {key: shard.piece.data for key, shard in self.held.items()}
 
     def sums(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """int64 [3, keys]: what this rank adds to the byte sum of each part, where it counts; in any case; elements.
+        """Sum the bytes of each part, int64 [3, keys]: what this rank counts of it; all that it has; its elements.
 
         tensors: the local bytes of each key; keys that are missing add nothing.
         """
@@ -91,6 +91,7 @@ class Shards:
             if data is not None and data.numel():
                 by_device.setdefault(data.device, []).append((number, shard.piece._replace(data=data)))
                 sums[2, number] = data.numel()
+        # One copy to the host for each device, and not for each tensor: the host waits for every copy.
         for pieces in by_device.values():
             sums[1, [number for number, _ in pieces]] = byte_sums([piece for _, piece in pieces]).to("cpu")
         counts = torch.tensor([shard.counts for shard in self.held.values()], dtype=torch.bool, device="cpu")
@@ -98,7 +99,8 @@ class Shards:
         return sums
 
     def refuse_other_replicas(self, sums: Tensor) -> None:
-        """Raise ValueError where copies of a part differ, or are no whole ones. sums: of all ranks, int64 [3, keys]."""
+        """Raise ValueError if copies of a part differ, or are not whole. sums: of all ranks, int64 [3, keys]."""
+        # Byte sums add up over shards: n equal copies have n times the sum of the one that counts.
         sizes = [math.prod(shard.piece.shape) for shard in self.held.values()]
         whole = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         copies = sums[2] // whole.clamp(min=1)
@@ -117,7 +119,7 @@ class Shards:
             )
 
     def named(self, sums: Tensor) -> dict[str, int]:
-        """Key -> the sum of the whole part, from the sums of all ranks, int64 [keys]."""
+        """Return key -> the sum of the whole part, from the sums of all ranks, int64 [keys]."""
         return dict(zip(self.held, sums.tolist(), strict=True))
 
 
@@ -125,9 +127,10 @@ def refuse_other_ranks(layout: StateLayout, deltas: Sequence[str], group: dist.P
     """Compare what ranks are about to add up, and what leads there; a collective.
 
     Raises:
-        ValueError: on all ranks, with one text: some hold other tensors than rank 0, or have other deltas.
+        ValueError: on all ranks, with one text: tensors or deltas of some differ from those of rank 0.
     """
     own = [f"{entry}" for _, entry in sorted(layout.entries.items())], list(deltas)
+    # Digests first: layouts of thousands of tensors travel only if they differ.
     told = on_all(group or ALONE, lambda: tuple(hashlib.sha256(repr(each).encode()).hexdigest() for each in own))
     other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
     if other is None:
@@ -143,7 +146,7 @@ def refuse_other_ranks(layout: StateLayout, deltas: Sequence[str], group: dist.P
 
 
 def add_up(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """int64 CPU values, summed over the ranks of a group; as they are without one."""
+    """Sum int64 CPU values over the ranks of a group; without one they stay as they are."""
     if group is None:
         return values
     there = values.to(device_of(group))
@@ -152,7 +155,7 @@ def add_up(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def whole_group(caller: str, group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.ProcessGroup | None:
-    """The group, or all ranks; None where there is no process group, or it is not to be used."""
+    """Return the group, or all ranks; None if there is no process group, or it is not to be used."""
     if isinstance(chosen_ranks(caller, group, no_dist=no_dist), Alone):
         return None
     return dist.group.WORLD if group is None and dist.is_available() and dist.is_initialized() else group
@@ -166,6 +169,7 @@ def _shard(key: str, tensor: Tensor, group: dist.ProcessGroup | None) -> Shard:
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
         coordinate = mesh.get_coordinate()
+        # A rank outside of the mesh has none of it, and its local tensor is empty.
         if coordinate is None:
             counts = False
         else:

@@ -1,4 +1,4 @@
-"""One value of a whole state, from sums of its parts, to which shards add their terms.
+"""Make one value of a whole state, from sums of its parts, to which shards add their terms.
 
 It is the digest of weight_sums.py over all that a delta restores: histories of delayed scales and entries of bytes
 count, too. A state that has neither has the same digest there and here.
@@ -13,7 +13,7 @@ from dcp_adapters.format.weight_sums import PartSum, tensor_digest, whole_digest
 
 
 def state_digest(layout: StateLayout, sums: Mapping[str, int], blobs: Mapping[str, str]) -> str:
-    """32 hexadecimal digits.
+    """Digest a state: 32 hexadecimal digits.
 
     Args:
         layout: of the state.
@@ -29,5 +29,5 @@ def state_digest(layout: StateLayout, sums: Mapping[str, int], blobs: Mapping[st
 
 
 def blob_digest(data: bytes) -> str:
-    """Of one entry of bytes."""
+    """Digest one entry of bytes."""
     return xxhash.xxh3_128_hexdigest(data)

@@ -1,4 +1,4 @@
-"""States on disk and in memory, as sources: what a delta is made from and applied to.
+"""States on disk and in memory, as sources: deltas are made from them and applied to them.
 
 checkpoint                StoredCheckpoint: quantized tensors in parts, entries of bytes
 Hugging Face directory    StoredFiles: the tensors of the files as they are, under the names that engines know; how
@@ -46,33 +46,34 @@ class StoredFiles(Stored):
             name: Entry(name, None, tensor.shape, DTYPES[tensor.dtype]) for name, tensor in self.tensors.items()
         }
         told = [said_of_quantization(directory.config), directory.quantization]
+        # Equal bytes under another quantization_config are other weights, so it is part of the state and its digest.
         self._quantization = b"" if told == [None, None] else json.dumps(told, sort_keys=True).encode()
         self.blobs = [QUANTIZATION] if self._quantization else []
         self.paths = {}
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """From its file."""
+        """Read a tensor from its file."""
         tensor = self.tensors[name]
         with safe_open(self.path / tensor.file, "pt", device="cpu") as opened:
             return {"": opened.get_tensor(name)}
 
     def chunks(self, name: str) -> int:
-        """A tensor is in one file."""
+        """Return 1: a tensor is in one file."""
         return int(name in self.tensors)
 
     def file_bytes(self) -> dict[str, int]:
-        """Bytes of each file's tensors."""
+        """Return the bytes of each file's tensors."""
         sizes: dict[str, int] = {}
         for name, tensor in self.tensors.items():
             sizes[tensor.file] = sizes.get(tensor.file, 0) + self.entries[name].nbytes
         return sizes
 
     def blob_size(self, name: str) -> int:
-        """Bytes of what is said of the quantization."""
+        """Return how many bytes say how the directory is quantized."""
         return len(self.read_blob(name))
 
     def read_blob(self, name: str) -> bytes:
-        """What config.json and hf_quant_config.json say of the quantization, as JSON with sorted keys."""
+        """Return what config.json and hf_quant_config.json say of the quantization, as JSON with sorted keys."""
         if name != QUANTIZATION:
             raise KeyError(name)
         return self._quantization
@@ -86,7 +87,7 @@ class InMemory(Source):
         self.entries = {name: entry_of(name, tensor) for name, tensor in self.tensors.items()}
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """On the CPU."""
+        """Return the parts of a tensor on the CPU."""
         return {part: tensor.detach().to("cpu") for part, tensor in parts_of(self.tensors[name]).items()}
 
 
@@ -100,25 +101,25 @@ class Patched(Stored):
 
     @property
     def names(self) -> list[str]:
-        """As they are stored."""
+        """Return the names as they are stored."""
         return self.stored.names
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """With the changes of all deltas."""
+        """Return the parts with the changes of all deltas."""
         return {part: self.part(name, part) for part in self.entries[name].parts()}
 
     def part(self, name: str, part: str) -> Tensor:
-        """With the changes of all deltas."""
+        """Read a part, and make the changes of all deltas in it."""
         tensor = self.stored.part(name, part).contiguous()
         add_changes(tensor, self.entries[name].key(part), self.deltas)
         return tensor
 
     def blob_size(self, name: str) -> int:
-        """Of the base: how much there is to read."""
+        """Return the size in the base: how much there is to read."""
         return self.stored.blob_size(name)
 
     def read_blob(self, name: str) -> bytes:
-        """The last delta's, where one changes it."""
+        """Return what the last delta that changes the entry makes of it, or what is stored."""
         changed = (delta.blob(name) for delta in reversed(self.deltas))
         last = next((data for data in changed if data is not None), None)
         return self.stored.read_blob(name) if last is None else last
@@ -133,7 +134,7 @@ def add_changes(tensor: Tensor, key: str, deltas: Sequence[Delta]) -> None:
 
 
 def open_state(path: str | os.PathLike[str], *, check: bool = False) -> Stored:
-    """A checkpoint (compared with its checksums as it is read, with `check`), or the files of a directory.
+    """Open a checkpoint (compared with its checksums as it is read, with `check`), or the files of a directory.
 
     Raises:
         CheckpointUnusable: there is no checkpoint, or it cannot be read.

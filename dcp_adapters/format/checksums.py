@@ -2,8 +2,8 @@
 
     qtensor.checksums: uint8 [chunks, 16]    a row: xxh3_64("name@offset") | xxh3_64(the chunk's bytes)
 
-One row for every stored chunk of a tensor and for every byte entry, except for the table itself; a rank's rows are one
-chunk of the table. Digests are canonical (big-endian). "name@offset" is `model.w.payload@128,0`: the entry, and where
+Every stored chunk of a tensor and every byte entry has a row, except for the table itself; a rank's rows are one chunk
+of the table. Digests are canonical (big-endian). "name@offset" is `model.w.payload@128,0`: the entry, and where
 its chunk begins in the global tensor; nothing follows the @ of a 0-dim tensor or of a byte entry. For a tensor
 chunk the bytes are those of the contiguous tensor, for a byte entry those in the file. A tensor of another library's
 class, whose elements only that class knows, is stored as the archive that torch.save writes: its row digests the
@@ -29,13 +29,13 @@ ROW = 16  # bytes: 8 that say which chunk, 8 of its data
 
 
 def chunk_key(index: MetadataIndex, *, archive: bool = False) -> bytes:
-    """8 bytes that stand for a chunk: the digest of its entry's name, its offset, and whether it is an archive."""
+    """Digest what names a chunk: its entry, its offset, and whether it is stored as an archive; 8 bytes."""
     offset = ",".join(map(str, index.offset or ()))
     return xxhash.xxh3_64_digest(f"{index.fqn}@{offset}{' as archive' if archive else ''}".encode())
 
 
 def digest_of(data: Tensor | io.BytesIO) -> bytes:
-    """8 bytes: the digest of a plain CPU tensor's elements in logical order, or of a byte entry.
+    """Digest a plain CPU tensor's elements in logical order, or a byte entry: 8 bytes.
 
     Raises:
         ValueError: it is no plain tensor, or its storage was freed.
@@ -83,7 +83,7 @@ class _Sink:
 
 
 def checksum_table(rows: Iterable[tuple[bytes, bytes]]) -> Tensor:
-    """uint8 [chunks, 16] of (chunk_key, digest_of) pairs."""
+    """Make the table, uint8 [chunks, 16], of (chunk_key, digest_of) pairs."""
     data = bytearray(b"".join(key + digest for key, digest in rows))
     if not data:
         return torch.empty(0, ROW, dtype=torch.uint8, device="cpu")
@@ -91,7 +91,7 @@ def checksum_table(rows: Iterable[tuple[bytes, bytes]]) -> Tensor:
 
 
 def rows_of(table: Tensor) -> Iterator[tuple[bytes, bytes]]:
-    """The (chunk_key, digest) pairs of a table, uint8 [chunks, 16]."""
+    """Yield the (chunk_key, digest) pairs of a table, uint8 [chunks, 16]."""
     data = memory_of(table).raw if table.numel() else b""
     for at in range(0, len(data), ROW):
         yield data[at : at + 8], data[at + 8 : at + ROW]
@@ -107,13 +107,13 @@ class Verification:
         self.waiting: list[tuple[str, MetadataIndex, bytes]] = []
 
     def expect(self, pieces: int) -> None:
-        """Expect a table in this many pieces; 0 where it is empty, and has a row for no chunk."""
+        """Expect a table in this many pieces; 0 if it is empty, and has a row for no chunk."""
         self.outstanding = pieces
         if not pieces:
             self.rows = {}
 
     def arrived(self, table: Tensor) -> None:
-        """One piece of the table has been read; with the last one, the waiting chunks are compared."""
+        """Take note that a piece of the table has been read; with the last one, the waiting chunks are compared."""
         with self.lock:
             self.outstanding -= 1
             if self.outstanding:
@@ -124,7 +124,7 @@ class Verification:
             self._compare(*chunk)
 
     def saved_checksum(self, index: MetadataIndex) -> bytes | None:
-        """The checksum of a chunk, from the whole table, which must be there; None where it has no row."""
+        """Return the checksum of a chunk from the whole table, which must be there; None if it has no row."""
         if self.rows is None:
             raise RuntimeError(
                 f"{index.fqn}: the reader read it before the checksums, and a delta needs these first; load with "
@@ -133,13 +133,14 @@ class Verification:
         return self.rows.get(chunk_key(index))
 
     def see(self, name: str, index: MetadataIndex, data: Tensor | io.BytesIO) -> None:
-        """Compare a whole chunk of an entry. Raises RuntimeError where it is not what was saved, or has no row.
+        """Compare a whole chunk of an entry. Raises RuntimeError if it is not what was saved, or has no row.
 
         A tensor of another library's class is not compared: what it holds is not what was stored.
         """
         if isinstance(data, Tensor) and not is_plain(data):
             return
         chunk = (name, index, digest_of(data))
+        # DCP reads entries in any order, so the table may come after the chunks that it is about.
         with self.lock:
             if self.rows is None:
                 self.waiting.append(chunk)
@@ -149,6 +150,7 @@ class Verification:
     def _compare(self, name: str, index: MetadataIndex, digest: bytes) -> None:
         assert self.rows is not None
         saved = self.rows.get(chunk_key(index))
+        # An archive's row digests the archive, and this is what a class has made of it: only `verify` compares that.
         if saved == digest or (saved is None and chunk_key(index, archive=True) in self.rows):
             return
         where = f" at {tuple(index.offset)}" if index.offset else ""

@@ -46,21 +46,21 @@ class Entry:
     dtype: torch.dtype
 
     def specs(self) -> tuple[PartSpec, ...]:
-        """How its parts extend along its shape, payload first."""
+        """Say how its parts extend along its shape, payload first."""
         return (PartSpec("", self.dtype),) if self.recipe is None else specs_of(self.recipe)
 
     def parts(self) -> dict[str, PartShape]:
-        """Part -> (dtype, global shape)."""
+        """Map each part -> (dtype, global shape)."""
         if self.recipe is None:
             return {"": (self.dtype, self.shape)}
         return {spec.name: (spec.dtype, spec.shape(self.shape)) for spec in specs_of(self.recipe)}
 
     def part_keys(self) -> list[str]:
-        """The keys under which its parts are stored, the payload's first."""
+        """List the keys under which its parts are stored, the payload's first."""
         return [self.name] if self.recipe is None else [f"{self.name}.{spec.name}" for spec in specs_of(self.recipe)]
 
     def stored(self) -> dict[str, PartShape]:
-        """Key -> (dtype, global shape) of the part that is stored under it."""
+        """Map each key -> (dtype, global shape) of the part that is stored under it."""
         return {self.key(part): held for part, held in self.parts().items()}
 
     def stored_specs(self) -> dict[str, PartSpec]:
@@ -68,11 +68,11 @@ class Entry:
         return {self.key(spec.name): spec for spec in self.specs()}
 
     def key(self, part: str) -> str:
-        """The name under which a part is stored."""
+        """Return the name under which a part is stored."""
         return f"{self.name}.{part}" if part else self.name
 
     def tensor(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The tensor that consists of these parts, a QuantizedTensor where it is quantized."""
+        """Make the tensor of these parts, a QuantizedTensor if it is quantized."""
         return parts[""] if self.recipe is None else QuantizedTensor.from_parts(dict(parts), self.recipe, self.dtype)
 
     @property
@@ -102,5 +102,5 @@ def owners_of(entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def parts_of(tensor: Tensor) -> dict[str, Tensor]:
-    """The parts of a local tensor, quantized or dense."""
+    """Return the parts of a local tensor, quantized or dense."""
     return tensor.parts() if isinstance(tensor, QuantizedTensor) else {"": tensor}

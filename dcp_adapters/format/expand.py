@@ -78,9 +78,9 @@ def entries_of(leaves: Mapping[str, Leaf]) -> dict[str, Entry]:
 
 
 def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict, nested or flat, with each quantized leaf F replaced by its parts F.payload, F.scale, ...
+    """Replace each quantized leaf F of a state dict, nested or flat, by its parts F.payload, F.scale, ...
 
-    The parts alias the weight's bytes; they are DTensors where F was a DTensor. In a list a quantized leaf becomes a
+    The parts alias the weight's bytes; they are DTensors if F was one. In a list a quantized leaf becomes a
     dict of its parts, so that DCP flattens it to the same names. Everything else is passed through as it is.
 
     Raises:
@@ -102,7 +102,7 @@ def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_hidden(name: str, leaf: Any) -> None:
-    """Raise ValueError where a leaf that DCP would pickle (a tuple, say) holds a quantized tensor."""
+    """Raise ValueError if a leaf that DCP would pickle (a tuple, say) holds a quantized tensor."""
     if _hides_quantized(leaf):
         raise ValueError(
             f"{name}: a {type(leaf).__name__} holds a quantized tensor, and DCP would pickle it whole; use dicts and "
@@ -111,7 +111,7 @@ def refuse_hidden(name: str, leaf: Any) -> None:
 
 
 def expand_leaf(name: str, value: Any) -> dict[str, Tensor]:
-    """Part name -> part tensor of a quantized leaf; empty for any other value."""
+    """Return part name -> part tensor of a quantized leaf; empty for any other value."""
     local = quantized_local(value)
     if local is None:
         return {}
@@ -122,7 +122,7 @@ def expand_leaf(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def plain_leaf(value: Any) -> Any:
-    """A weight with storage="high_precision" as the dense tensor it is, aliased; any other leaf as it is."""
+    """Return the dense tensor of a weight with storage="high_precision", aliased; any other leaf as it is."""
     if not isinstance(value, Tensor):
         return value
     local = local_of(value)
@@ -134,9 +134,9 @@ def plain_leaf(value: Any) -> Any:
 
 
 def gathered_leaf(value: Tensor) -> Tensor:
-    """A weight with storage="high_precision" as the quantized tensor whose bytes a forward gathers; any other as it is.
+    """Quantize a weight with storage="high_precision" to what a forward gathers; leave any other as it is.
 
-    It is quantized here, under the scales that `fsdp_hooks.sync_scales` has agreed on, if any.
+    The scales are those that `fsdp_hooks.sync_scales` has agreed on, if it has.
     """
     local = local_of(value)
     if not isinstance(local, HighPrecisionWeight):
@@ -148,7 +148,7 @@ def gathered_leaf(value: Tensor) -> Tensor:
 
 
 def quantized_local(value: Any) -> QuantizedTensor | None:
-    """The quantized tensor behind a leaf (itself, or the local tensor of a DTensor); None for any other value."""
+    """Find the quantized tensor behind a leaf (itself, or the local tensor of a DTensor); None for any other value."""
     if not isinstance(value, Tensor):
         return None
     local = local_of(value)
@@ -156,13 +156,13 @@ def quantized_local(value: Any) -> QuantizedTensor | None:
 
 
 def entry_of(name: str, value: Tensor) -> Entry:
-    """What a tensor of a state dict is."""
+    """Describe a tensor of a state dict."""
     q = quantized_local(value)
     return Entry(name, None if q is None else q.recipe.stored, tuple(value.shape), value.dtype)
 
 
 def _expand_container(name: str, value: Any) -> Any:
-    """`expand` of a dict or list; any other value as it is."""
+    """Expand a dict or list; any other value stays as it is."""
     if isinstance(value, Mapping):
         return expand(value)
     if isinstance(value, list):
@@ -174,7 +174,7 @@ def _expand_container(name: str, value: Any) -> Any:
 
 
 def _hides_quantized(leaf: Any) -> bool:
-    """Whether a leaf that is no tensor has a quantized tensor inside."""
+    """Tell whether a leaf that is no tensor has a quantized tensor inside."""
     items = leaf.values() if isinstance(leaf, Mapping) else leaf if isinstance(leaf, list | tuple | set) else ()
     return any(quantized_local(item) is not None or _hides_quantized(item) for item in items)
 
@@ -182,6 +182,8 @@ def _hides_quantized(leaf: Any) -> bool:
 def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> DTensor:
     placements = tuple(part_placement(spec, placement, weight.ndim) for placement in weight.placements)
     shape = spec.shape(weight.shape)
+    # A scale has a column for each block. DTensor cuts these as the weight's shards have them only if the weight is
+    # cut between blocks; DCP would read the scales of one shard into the next otherwise.
     cuts_columns = any(placement.is_shard(weight.ndim - 1) for placement in weight.placements)
     if cuts_columns and weight.device_mesh.get_coordinate() is not None:
         expected, _ = compute_local_shape_and_global_offset(shape, weight.device_mesh, placements)
@@ -192,11 +194,12 @@ def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> D
                 f"{tuple(part.shape)}, expected {tuple(expected)}: column cuts must fall on multiples of {multiple}; "
                 "choose a mesh that divides K into such pieces"
             )
+    # Not from_local, which would move a staged CPU part back to the mesh's device.
     return dtensor_around(part, weight.device_mesh, placements, shape)
 
 
 def settled_parts(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
-    """The parts; a gathered weight's vector of tensor-wide values becomes the one value that all shards share."""
+    """Return the parts, with one value for a gathered weight's vector of tensor-wide values, which must be equal."""
     if q._lens.described is not None:
         raise ValueError(
             f"{name}: a transposed or reshaped view of a quantized weight, whose parts are those of shape "

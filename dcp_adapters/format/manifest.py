@@ -7,10 +7,10 @@
      "digests": {name: 32 hex digits},
      "base": {"path": "../step-1000", "digest": 32 hex digits}}
 
-`digests` is there where the save was asked for it: of all tensors, quantized or not, as in weight_sums.py. `base` is
-there where the checkpoint is a delta to another one; only then the version is 2, so who knows version 1 alone refuses.
+`digests` is there if the save was asked for it: of all tensors, quantized or not, as in weight_sums.py. `base` is there
+if the checkpoint is a delta to another one; only then the version is 2, so who knows version 1 alone refuses.
 The manifest is saved twice: as the entry `qtensor.manifest`, a uint8 tensor that any storage keeps and stock torch
-reads, and in the planner data where the storage keeps that. Unknown keys are ignored, an unknown version is refused.
+reads, and in the planner data if the storage keeps that. Unknown keys are ignored, an unknown version is refused.
 Reading it needs neither the model nor a process group. In the planner data alone, `converted` names tensors that
 `convert` rewrote.
 """
@@ -62,7 +62,7 @@ class BaseLink:
 
     @staticmethod
     def from_json(record: Any) -> "BaseLink":
-        """The inverse of `vars`. Raises ValueError for anything else than a path and a digest."""
+        """Undo `vars`. Raises ValueError for anything else than a path and a digest."""
         path, digest = (record.get(key) if isinstance(record, Mapping) else None for key in ("path", "digest"))
         if (
             (type(path) is str and path and "\0" not in path and not PurePosixPath(path).is_absolute())
@@ -97,9 +97,10 @@ class Manifest:
     base: BaseLink | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of the module docstring; it does not depend on the order of the tensors."""
+        """Return the JSON object of the module docstring; it does not depend on the order of the tensors."""
         recipes: list[Recipe] = []
-        records: dict[object, dict[str, Any]] = {}  # tensors alike share a record, so that pickle writes it once
+        # Tensors alike share a record: pickle writes it once into .metadata, which every rank unpickles at a load.
+        records: dict[object, dict[str, Any]] = {}
         tensors = {}
         for name, entry in sorted(self.tensors.items()):
             format_ = (entry.recipe, entry.shape, entry.dtype)
@@ -128,11 +129,11 @@ class Manifest:
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> "Manifest":
-        """The manifest of a JSON object.
+        """Parse the manifest of a JSON object.
 
         Raises:
-            ValueError: an unknown format version or recipe type, parts that are not those of the recipe, digests that
-                are none, or something that is no manifest.
+            ValueError: an unknown format version or recipe type, parts that are not those of the recipe, something in
+                the place of digests, or something that is no manifest.
         """
         if not isinstance(record, Mapping):
             raise ValueError(
@@ -156,7 +157,7 @@ class Manifest:
 
     @staticmethod
     def from_tensor(data: Tensor) -> "Manifest":
-        """The inverse of `to_tensor`. Raises ValueError for bytes that are no manifest."""
+        """Undo `to_tensor`. Raises ValueError for bytes that are no manifest."""
         try:
             record = json.loads(bytes(data.tolist()).decode())
         except (ValueError, TypeError, RecursionError) as error:  # TypeError: a tensor of something else than bytes
@@ -171,7 +172,7 @@ def tensor_of(record: Mapping[str, Any]) -> Tensor:
 
 
 def manifest_of(metadata: Metadata) -> Manifest | None:
-    """The manifest in a checkpoint's planner data, None where the storage dropped it or there is none."""
+    """Return the manifest in a checkpoint's planner data; None if the storage dropped it or there is none."""
     data = metadata.planner_data
     record = data.get(MANIFEST_JSON) if isinstance(data, Mapping) else None
     return None if record is None else Manifest.from_json(record)
@@ -183,7 +184,7 @@ def mark_converted(metadata: Metadata, names: Iterable[str]) -> None:
 
 
 def converted_names(metadata: Metadata) -> frozenset[str]:
-    """The tensors that `mark_converted` named."""
+    """Return the names of the tensors that `mark_converted` was told."""
     data = metadata.planner_data
     record = data.get(MANIFEST_JSON) if isinstance(data, Mapping) else None
     names = record.get(CONVERTED) if isinstance(record, Mapping) else None
@@ -191,12 +192,12 @@ def converted_names(metadata: Metadata) -> frozenset[str]:
 
 
 def with_base(manifest: Manifest, base: BaseLink) -> Manifest:
-    """The manifest of the same state as a delta to a full checkpoint."""
+    """Return the manifest of the same state as a delta to a full checkpoint."""
     return replace(manifest, format_version=DELTA_VERSION, base=base)
 
 
 def base_of(metadata: Metadata) -> BaseLink | None:
-    """What a checkpoint's planner data say that it is a delta to; None for a full one. Parses nothing else."""
+    """Return what a checkpoint's planner data say that it is a delta to; None for a full one. Parses nothing else."""
     data = metadata.planner_data
     record = data.get(MANIFEST_JSON) if isinstance(data, Mapping) else None
     if not isinstance(record, Mapping) or _version_of(record) != DELTA_VERSION:
@@ -226,7 +227,9 @@ def _parse_recipe(value: Any) -> Recipe:
 
 def _parse_tensors(records: Mapping[str, Any], recipes: list[Recipe]) -> dict[str, Entry]:
     tensors: dict[str, Entry] = {}
-    parsed: dict[int, Entry] = {}  # by the record itself, which tensors alike share (to_json), also when unpickled
+    # By the record itself, which tensors alike share (to_json), also when unpickled: a model
+    # of many experts has few of them, and each is parsed once.
+    parsed: dict[int, Entry] = {}
     for name, record in records.items():
         like = parsed.get(id(record))
         if like is None or type(name) is not str:
@@ -242,6 +245,7 @@ def _parse_entry(name: Any, value: Mapping[str, Any], recipes: list[Recipe]) -> 
     if type(dtype) is not str or dtype not in DTYPES:
         raise TypeError(f"{short(dtype)} is no dtype that a quantized tensor can have")
     entry = Entry(name, recipes[index], _shape(value["shape"]), DTYPES[dtype])
+    # The sizes of parts follow from a shape; a hostile one is refused before anyone takes memory for them.
     check_shape(entry.shape, recipes[index], f"the checkpoint's qtensor.manifest: {short(name)}", full=False)
     found = {part: (str(record["dtype"])[:64], _shape(record["shape"])) for part, record in value["parts"].items()}
     expected = {part: (dtype_name(dtype), shape) for part, (dtype, shape) in entry.parts().items()}

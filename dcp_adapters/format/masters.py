@@ -1,7 +1,7 @@
 """Which tensor does a master belong to? Told from names, shapes and dtypes alone.
 
-`P.state.F.master_weight` belongs to the tensor named F, or whose name ends in `.F`. Where several do (a moving average
-beside the model, say), one of them must fit. Where none does, names are compared without what wrappers of modules put
+`P.state.F.master_weight` belongs to the tensor named F, or whose name ends in `.F`. If several do (a moving average
+beside the model, say), one of them must fit. If none does, names are compared without what wrappers of modules put
 into them: an optimizer's states and a state dict may have been taken inside and outside of torch.compile, say.
 
 A master for which no tensor is found is told with the reason, and so are optimizer states under numbers instead of
@@ -44,7 +44,7 @@ class Masters:
 
     @staticmethod
     def among(entries: Mapping[str, Entry], also: Collection[str] = ()) -> "Masters":
-        """Those among tensors.
+        """Find the masters among tensors, and the tensors that they may belong to.
 
         Args:
             entries: the tensors, by name.
@@ -69,7 +69,7 @@ class Masters:
 
 
 def explain_left_out(left: Mapping[str, str], total: int) -> list[tuple[str, str]]:
-    """For each reason why masters are left out: some of them, and a sentence with their number."""
+    """Explain why masters are left out: for each reason some of them, and a sentence with their number."""
     by_reason: dict[str, list[str]] = {}
     for master, why in left.items():
         by_reason.setdefault(why, []).append(master)
@@ -93,7 +93,7 @@ class _Names:
         self.forms = [(form, _by_ends(lows, {form(owner) for owner in owners}, form)) for form in forms]
 
     def of(self, master: Entry, owners: list[str]) -> tuple[list[str], str]:
-        """The tensors beside a master, or none and why."""
+        """Return the tensors beside a master, or none and why."""
         if master.dtype != torch.float32:
             return [], OTHER_DTYPE
         if not owners:
@@ -103,11 +103,13 @@ class _Names:
             for owner in owners:
                 candidates = ends.get(form(owner), [])
                 found = [name for name in candidates if self.lows[name] == master.shape]
+                # `a._orig_mod.w` beside `a.w`: which of them the optimizer had can not be known from names.
                 if len({form(name) for name in found}) < len(found):
                     return [], TWICE
                 if found:
                     return found, ""
                 named = named or bool(candidates)
+        # Only a name that nothing has is taken for a number: a parameter may be called "0" (nn.ParameterList).
         if owners[-1].isdecimal():
             return [], NUMBERED
         return [], OTHER_SHAPE if named else NAMELESS
@@ -118,18 +120,18 @@ def _is_master(name: str, entry: Entry) -> bool:
 
 
 def _owners(master: str) -> list[str]:
-    """What the name of the parameter whose master it is may be, the longest first."""
+    """List what the parameter of a master may be called, the longest name first."""
     path = master.removesuffix(f".{MASTER}").split(".")
     return [".".join(path[place + 1 :]) for place, name in enumerate(path) if name == STATE and place + 1 < len(path)]
 
 
 def _without_data_parallel(name: str) -> str:
-    """The same without the prefix of DistributedDataParallel, which a module of that name may have, too."""
+    """Drop the names of wrappers, and DistributedDataParallel's prefix, which a module of that name has, too."""
     return plain_name(name).removeprefix("module.")
 
 
 def _by_ends(names: Iterable[str], owners: Collection[str], form: Callable[[str], str]) -> dict[str, list[str]]:
-    """Owner -> the names that are it in this form, or end in it behind a dot."""
+    """Return owner -> the names that are it in this form, or end in it behind a dot."""
     found: dict[str, list[str]] = {}
     for name in names:
         rest = form(name)

@@ -1,7 +1,7 @@
-"""Where the parts of a shard lie: this follows from where the weight's shard lies and which dims a part extends along.
+"""Place the parts of a shard: this follows from where the weight's shard lies and which dims a part extends along.
 
     payload, scale [N, K // block]    cut with the weight; columns divided by the part's block
-    scale [N, 1]                      cut with the rows, whole where columns are cut
+    scale [N, 1]                      cut with the rows, whole if columns are cut
     global_scale []                   whole everywhere
 
 Saving and loading use boxes, DTensors use placements.
@@ -26,7 +26,7 @@ class PartBoxes:
         self._known: dict[object, dict[str, Box]] = {}
 
     def of(self, name: str, value: Tensor, q: QuantizedTensor) -> dict[str, Box]:
-        """Part -> its box, in the order of the parts; none where this rank is outside of the weight's mesh.
+        """Return part -> its box, in the order of the parts; none if this rank is outside of the weight's mesh.
 
         Raises:
             ValueError: a column cut does not fall on block boundaries.
@@ -41,18 +41,19 @@ class PartBoxes:
 
 
 def placement_key(value: Tensor, q: QuantizedTensor) -> object:
-    """What decides where the parts of a weight lie; valid as long as the weight's mesh is kept alive."""
+    """Return what decides where the parts of a weight lie; valid as long as the weight's mesh is kept alive."""
     placed = (id(value.device_mesh), value.placements) if isinstance(value, DTensor) else None
     return value.shape, q.shape, q.recipe, placed
 
 
 def box_of(name: str, value: Tensor, q: QuantizedTensor) -> Box | None:
-    """Where this rank's shard of a quantized weight lies; None where the rank is outside of its mesh."""
+    """Return where this rank's shard of a quantized weight lies; None if the rank is outside of its mesh."""
     if not isinstance(value, DTensor):
         return (0,) * value.ndim, tuple(value.shape)
     if value.device_mesh.get_coordinate() is None:
         return None
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    # A block that two ranks share would have two scales; what ends the tensor may be less than a block.
     multiple, end = block_multiple(q.recipe), offsets[-1] + sizes[-1]
     splits = offsets[-1] % multiple or (end % multiple and end != value.shape[-1])
     if tuple(sizes) != tuple(q.shape) or splits:
@@ -65,7 +66,7 @@ def box_of(name: str, value: Tensor, q: QuantizedTensor) -> Box | None:
 
 
 def part_placement(spec: PartSpec, placement: Placement, ndim: int) -> Placement:
-    """How a part is placed on a mesh dim on which the weight has `placement`."""
+    """Return how a part is placed on a mesh dim on which the weight has `placement`."""
     dim = getattr(placement, "dim", None)
     if dim is None or (spec.extends_along(dim % ndim, ndim)):
         return placement

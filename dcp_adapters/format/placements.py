@@ -1,4 +1,4 @@
-"""Placements under which a rank's local tensor is not one box of the global tensor: DCP would read the wrong rows."""
+"""Find placements under which a rank's local tensor is not one box of the global one: DCP would read wrong rows."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 
 
 def placement_problem(value: Any) -> str | None:
-    """Why a leaf can be neither saved nor loaded as it is placed, in words; None where it can."""
+    """Say why a leaf can be neither saved nor loaded as it is placed; None if it can."""
     if not isinstance(value, Tensor) or not isinstance(value, DTensor):
         return None
     mesh, placements = value.device_mesh, value.placements
@@ -29,7 +29,7 @@ def placement_problem(value: Any) -> str | None:
 
 
 def _scatters(mesh: DeviceMesh, placements: tuple[Placement, ...], number: int) -> bool:
-    """Whether a strided placement leaves several runs of rows.
+    """Tell whether a strided placement leaves several runs of rows.
 
     `split_factor` is the number of pieces into which later mesh dims have already cut the tensor dim, as with FSDP over
     TP. If later mesh dims do not make that many pieces, a rank keeps a run of rows of each.

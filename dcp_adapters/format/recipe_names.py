@@ -16,7 +16,7 @@ from qtensor.spec.registry import APPEARANCE_DTYPES, block_multiple, registratio
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without its module: "bfloat16"."""
+    """Return the name of a dtype without its module: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -24,13 +24,13 @@ DTYPES: Mapping[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in APPEA
 
 
 def short_names() -> dict[str, Recipe]:
-    """The recipes that have a short name, formats of blocks first."""
+    """Return the recipes that have a short name, formats of blocks first."""
     names = {name: recipe for known in registrations().values() for name, recipe in known.names.items()}
     return dict(sorted(names.items(), key=lambda named: block_multiple(named[1]) == 1))
 
 
 def find_target(name: str, options: Mapping[str, str] | None = None) -> Recipe | torch.dtype:
-    """The recipe or the dtype of a name.
+    """Find the recipe or the dtype of a name.
 
     Args:
         name: a short name, the name of a recipe's type, or bfloat16, float16, float32.
@@ -56,18 +56,19 @@ def find_target(name: str, options: Mapping[str, str] | None = None) -> Recipe |
 
 
 def recipe_label(recipe: Recipe) -> str:
-    """The short name of a recipe where it has one, else the recipe in full."""
+    """Return the short name of a recipe if it has one, else the recipe in full."""
     stored = recipe.stored
     return next((name for name, known in short_names().items() if known == stored), repr(stored))
 
 
 def _fields(recipe: Recipe, options: Mapping[str, str]) -> dict[str, Any]:
-    """The options' texts as values of the types that the recipe's fields have."""
+    """Parse the options' texts as values of the types that the recipe's fields have."""
     present = {name: value for name, value in recipe.to_json().items() if name != "type"}
     values: dict[str, Any] = {}
     for name, text in options.items():
         if name not in present:
             raise ValueError(f"{type(recipe).__name__} has no option {name!r}; it has {', '.join(present)}")
+        # Other texts stay texts: the recipe checks them, and says what it expects.
         kind = type(present[name])
         values[name] = text
         if kind is bool and text.lower() in ("true", "false"):

@@ -1,4 +1,4 @@
-"""Which linears of a state dict, a checkpoint or a directory take inputs that are rotated at run time.
+"""Tell which linears of a state dict, a checkpoint or a directory take inputs that are rotated at run time.
 
 Beside such a weight `<module>.weight` stands `<module>.input_rotation`, uint8 [block] (see
 qtensor/products/input_rotation.py). Its name and its shape say everything, so entries are enough to know it:
@@ -12,7 +12,7 @@ from qtensor.products.input_rotation import MARKER, is_block_marker
 
 
 def is_marker(name: str) -> bool:
-    """Whether this is the name of an entry that says that inputs are rotated."""
+    """Tell whether this is the name of an entry that says that inputs are rotated."""
     return name == MARKER or name.endswith(f".{MARKER}")
 
 
@@ -22,18 +22,18 @@ def markers_among(*sides: Collection[str]) -> set[str]:
 
 
 def weight_beside(name: str) -> str:
-    """The name of the weight that an entry `<module>.input_rotation` is about."""
+    """Return the name of the weight that an entry `<module>.input_rotation` is about."""
     return f"{name.removesuffix(MARKER)}weight"
 
 
 def has_weight(name: str, names: Collection[str]) -> bool:
-    """Whether the weight of an entry `<module>.input_rotation` is among the names, whole or as parts."""
+    """Tell whether the weight of an entry `<module>.input_rotation` is among the names, whole or as parts."""
     weight = weight_beside(name)
     return weight in names or f"{weight}.payload" in names
 
 
 def block_of(entry: Entry) -> int:
-    """The block that an entry `<module>.input_rotation` says.
+    """Return the block that an entry `<module>.input_rotation` says.
 
     Raises:
         ValueError: it has another dtype or shape.
@@ -48,12 +48,12 @@ def block_of(entry: Entry) -> int:
 
 
 def blocks_in(entries: Mapping[str, Entry]) -> dict[str, int]:
-    """Name of each entry that says that inputs are rotated -> the block. Raises ValueError as `block_of`."""
+    """Return name -> block of each entry that says that inputs are rotated. Raises ValueError as `block_of`."""
     return {name: block_of(entry) for name, entry in entries.items() if is_marker(name)}
 
 
 def rotations_in(entries: Mapping[str, Entry]) -> dict[str, int]:
-    """Fqn of each linear whose inputs are rotated at run time -> the block, of a flat state dict.
+    """Return fqn -> block of each linear of a flat state dict whose inputs are rotated at run time.
 
     Raises:
         ValueError: as `block_of`; the weight is not there.
@@ -70,12 +70,12 @@ def rotations_in(entries: Mapping[str, Entry]) -> dict[str, int]:
 
 
 def say_inputs(block: int) -> str:
-    """In words: what reaches a weight whose inputs are rotated in such blocks; 0: not at all."""
+    """Say what reaches a weight whose inputs are rotated in such blocks; 0: not at all."""
     return f"inputs that are rotated at run time in blocks of {block}" if block else "inputs as they are"
 
 
 def advise_rotating(entry: Entry, held: Collection[str]) -> str:
-    """What to do about an entry that a model, which holds these names, lacks: "", unless it says that inputs rotate."""
+    """Say what to do about an entry that a model of these names lacks: "", unless it says that inputs rotate."""
     if not is_marker(entry.name):
         return ""
     if not has_weight(entry.name, held):
@@ -91,7 +91,7 @@ def advise_rotating(entry: Entry, held: Collection[str]) -> str:
 
 
 def advise_not_rotating(name: str, held: Collection[str]) -> str:
-    """What to do about an entry that a source lacks: "", unless it says that inputs are rotated."""
+    """Say what to do about an entry that a source lacks: "", unless it says that inputs are rotated."""
     if not (is_marker(name) and has_weight(name, held)):
         return ""
     return (

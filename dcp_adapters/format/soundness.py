@@ -7,7 +7,7 @@
 Under "deep" scales that no value asks for are mentioned, but are no fault: calibration, exact conversions and imports
 leave such scales. Everything here is judged some rows at a time, so a caller decides how much is in memory.
 
-Which master belongs to which tensor is told from names (masters.py).
+masters.py tells from names which master belongs to which tensor.
 """
 
 import math
@@ -73,9 +73,10 @@ class TensorCheck:
         self._last: Mapping[str, Tensor] = {}
 
     def see(self, parts: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
-        """Some rows of the parts, and of each master."""
+        """Look at some rows of the parts, and of each master."""
         for name, check in self.masters.items():
             check.see(parts, masters[name])
+        # Tensor-wide parts are the same in each piece, so the last one has all that problems() needs.
         self._last = parts
         if isinstance(self.recipe, Float8DelayedScaling) and parts["payload"].numel():
             largest = elements_of(parts, self.recipe).abs().nan_to_num_(0.0).amax().cpu()
@@ -83,7 +84,7 @@ class TensorCheck:
         self.own.see(parts)
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong, now that all has been seen; for masters see `master_problems`."""
+        """Say what is wrong, now that all has been seen; for masters see `master_problems`."""
         if isinstance(self.recipe, Float8DelayedScaling) and self._last:
             fault = history_fault(self._last, self.recipe, self._largest, whole=self.whole)
             if fault is not None:
@@ -98,7 +99,7 @@ class TensorCheck:
             yield Problem(self.entry.key("scale"), message, fault=self.level == "own_scales")
 
     def master_problems(self) -> dict[str, Problem | None]:
-        """For each master what is wrong beside it, None where nothing is."""
+        """Say for each master what is wrong beside it; None if nothing is."""
         found: dict[str, Problem | None] = {}
         for name, check in self.masters.items():
             wrong = f"{check.differing} of {check.bytes} bytes are others"
@@ -109,7 +110,7 @@ class TensorCheck:
         return found
 
     def fits(self) -> dict[str, int]:
-        """For each master how what was seen fits it, WRITTEN | FRESH; to be asked after `master_problems`."""
+        """Return for each master how what was seen fits it, WRITTEN | FRESH; to be asked after `master_problems`."""
         return {name: WRITTEN * check.written | FRESH * check.fresh for name, check in self.masters.items()}
 
 
@@ -120,13 +121,14 @@ class DenseCheck:
         self.entry, self.differing = entry, dict.fromkeys(masters, 0)
 
     def see(self, values: Tensor, masters: Mapping[str, Tensor]) -> None:
-        """Some of all of them."""
+        """Look at the same rows of the tensor and of each master."""
         for name in self.differing:
             rounded = masters[name].to(values.dtype)
+            # Not bytes: NaNs of different bits are the same value, and so are 0 and -0 here.
             self.differing[name] += int(((rounded != values) & ~(rounded.isnan() & values.isnan())).sum())
 
     def master_problems(self) -> dict[str, Problem | None]:
-        """For each master what is wrong beside it, None where nothing is."""
+        """Say for each master what is wrong beside it; None if nothing is."""
         found: dict[str, Problem | None] = {}
         for name, count in self.differing.items():
             message = f"it is not what {name} rounds to ({count} values are others): {BEHIND}"
@@ -134,12 +136,12 @@ class DenseCheck:
         return found
 
     def fits(self) -> dict[str, int]:
-        """For each master BOTH, or 0: what is rounded fits in one way only."""
+        """Return for each master BOTH, or 0: what is rounded fits in one way only."""
         return {name: 0 if count else BOTH for name, count in self.differing.items()}
 
 
 def find_unfit(found: Iterable[Mapping[str, Problem | None]]) -> list[Problem]:
-    """The problems of masters, from what all tensors beside them say: one that fits is enough."""
+    """Find the problems of masters, from what all tensors beside them say: one that fits is enough."""
     wrong: dict[str, Problem] = {}
     fitting = set()
     for problems in found:
@@ -152,15 +154,16 @@ def find_unfit(found: Iterable[Mapping[str, Problem | None]]) -> list[Problem]:
 
 
 def slabs(shape: Sequence[int], recipe: Recipe | None) -> Iterator[slice]:
-    """Pieces along dim 0 of a tensor of this shape that have whole blocks and some millions of elements."""
+    """Yield pieces along dim 0 of a tensor of this shape that have whole blocks and some millions of elements."""
     if len(shape) < 2:
         yield slice(None)
         return
+    # Square blocks need all of their rows together; stacks of experts are cut between experts, which have whole blocks.
     group = 1 if recipe is None or len(shape) > 2 else row_multiple(recipe)
     step = max(SLAB // max(math.prod(shape[1:]), 1) // group, 1) * group
     yield from (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 
 
 def cut(parts: Mapping[str, Tensor], recipe: Recipe, piece: slice) -> dict[str, Tensor]:
-    """A piece along dim 0 of a tensor's parts; tensor-wide ones stay whole."""
+    """Cut a piece along dim 0 out of a tensor's parts; tensor-wide ones stay whole."""
     return {spec.name: parts[spec.name][piece] if spec.per_row else parts[spec.name] for spec in specs_of(recipe)}

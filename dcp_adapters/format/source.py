@@ -1,4 +1,4 @@
-"""Where tensors come from: a live state dict, a checkpoint on disk, a Hugging Face directory.
+"""Sources of tensors: a live state dict, a checkpoint on disk, a Hugging Face directory.
 
     Source        entries, and their parts as whole tensors, one entry at a time
     TensorGroup   some entries of a source on their way to the ranks that keep them
@@ -36,15 +36,15 @@ class Keep:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank keeps it."""
+        """Tell whether this rank keeps it."""
         return self.rank is None or self.rank == rank_of(None)
 
 
 class TensorGroup:
-    """What `Source.begin` has begun."""
+    """The tensors that `Source.begin` has begun to read."""
 
     def parts(self, name: str) -> dict[str, Tensor] | None:
-        """The whole parts of a tensor where they are kept, None elsewhere; all ranks ask alike, once for a tensor."""
+        """Return a tensor's whole parts on ranks that keep it, None elsewhere; all ranks ask alike, once for each."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -61,34 +61,34 @@ class Source:
     prefix: str = ""
 
     def check_spanned(self, group: Ranks) -> None:
-        """Raise ValueError where ranks hold shards that are not in the group: reading takes all of them."""
+        """Raise ValueError if ranks outside of the group hold shards: reading takes all of them."""
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """The whole parts of a tensor, on the CPU; do not write to them."""
+        """Return the whole parts of a tensor, on the CPU; do not write to them."""
         raise NotImplementedError
 
     def part(self, name: str, part: str) -> Tensor:
-        """One part."""
+        """Return one part."""
         return self.parts(name)[part]
 
     def pieces(self, name: str, part: str) -> Iterator[TensorPiece]:
-        """One part in pieces that cover it once, as they are stored: one at a time is in memory."""
+        """Yield one part in pieces that cover it once, as they are stored: one at a time is in memory."""
         yield TensorPiece.whole(self.part(name, part))
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor: a QuantizedTensor where it is quantized."""
+        """Return a whole tensor: a QuantizedTensor if it is quantized."""
         return self.entries[name].tensor(self.parts(name))
 
     def scalar(self, name: str, part: str) -> float:
-        """A part of one element, as this rank knows it; never a collective."""
+        """Return a part of one element, as this rank knows it; never a collective."""
         return float(self.part(name, part))
 
     def local(self, name: str) -> Tensor:
-        """What this rank has of a dense tensor: its shard, or all of it; never a collective."""
+        """Return what this rank has of a dense tensor: its shard, or all of it; never a collective."""
         return self.part(name, "")
 
     def own_name(self, name: str) -> str:
-        """What the tensor is called where it comes from, where a source gives it another name."""
+        """Return what the tensor is called where it comes from, if a source gives it another name."""
         return name
 
     # -- of live shards ------------------------------------------------------------------------------------------------
@@ -98,15 +98,15 @@ class Source:
         return _Read(self, keep)
 
     def way(self, name: str) -> str:
-        """How it is read: "" by each rank for itself; else by all ranks, whichever keeps it."""
+        """Say how it is read: "" by each rank for itself; else by all ranks, whichever keeps it."""
         return ""
 
     def replicas(self, name: str) -> list[Tensor]:
-        """This rank's own copies of the parts of a tensor that is not sharded; all ranks should have the same."""
+        """Return this rank's copies of the parts of a tensor that is not sharded; all ranks should have the same."""
         return []
 
     def shared(self, name: str) -> tuple[str, Tensor] | None:
-        """Scales of this rank's shard that belong to the shards of others, too, and a name for those who have them."""
+        """Return scales of this rank's shard that other shards have, too, and a name for them; None if none."""
         return None
 
 
@@ -129,11 +129,11 @@ class Stored(Source):
 
     Attributes:
         path: the directory.
-        layout: how a Hugging Face directory is quantized, "" where it is not; None for a checkpoint.
+        layout: how a Hugging Face directory is quantized, "" if it is not; None for a checkpoint.
         format_version: the manifest's; None without a manifest.
         blobs: names of the entries that are bytes.
         has_checksums: whether a table of checksums was saved with it.
-        paths: key -> path in the nested state dict; empty where it is flat.
+        paths: key -> path in the nested state dict; empty if it is flat.
         digests: of tensors, by name, as they were recorded when it was saved.
         converted: the tensors that `convert` has rewritten and not the masters beside them.
         base: path from the directory to that of the checkpoint that this one is a delta to; None: it is a full one.
@@ -151,21 +151,21 @@ class Stored(Source):
 
     @property
     def names(self) -> list[str]:
-        """The names of all tensors and entries of bytes, in the order in which they were saved."""
+        """List the names of all tensors and entries of bytes, in the order in which they were saved."""
         return [*self.entries, *self.blobs]
 
     def chunks(self, name: str) -> int:
-        """The number of pieces in which a tensor (its payload) was written."""
+        """Return the number of pieces in which a tensor (its payload) was written."""
         raise NotImplementedError
 
     def file_bytes(self) -> dict[str, int]:
-        """Stored bytes of the entries in each data file, as far as the storage tells."""
+        """Return the stored bytes of the entries in each data file, as far as the storage tells."""
         raise NotImplementedError
 
     def blob_size(self, name: str) -> int:
-        """Stored bytes of an entry of bytes."""
+        """Return how many bytes of an entry of bytes are stored."""
         raise KeyError(name)
 
     def read_blob(self, name: str) -> bytes:
-        """An entry of bytes, as it is stored; it is never unpickled."""
+        """Read an entry of bytes, as it is stored; it is never unpickled."""
         raise KeyError(name)

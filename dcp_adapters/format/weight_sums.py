@@ -4,8 +4,8 @@
     tensor   xxh3_128 of its parts' names, dtypes, shapes and sums         32 hex digits
     whole    xxh3_128 of the tensors' names and digests, sorted by name    32 hex digits
 
-All that decides a weight's values counts, and nothing else: the bytes, dtypes and shapes of payload and scales, or of a
-dense tensor. The fields of a recipe, the dtype that a quantized tensor appears to have and the history of a delayed
+All that decides a weight's values counts, and nothing else does: bytes, dtypes and shapes of payload and scales, or of
+a dense tensor. The fields of a recipe, the dtype that a quantized tensor appears to have and the history of a delayed
 scale do not; engines and Hugging Face directories know nothing of them.
 """
 
@@ -34,36 +34,36 @@ class PartSum(NamedTuple):
 
 
 class DigestDifference(NamedTuple):
-    """A tensor that two sides do not hold alike: only one has it, or both have other bytes, dtypes or shapes."""
+    """A tensor that two sides do not hold alike: only one has it, or bytes, dtypes or shapes differ."""
 
     name: str
     kind: str  # only_in_a, only_in_b, other
 
 
 def is_digested(spec: PartSpec) -> bool:
-    """Whether a part is in the digest: all but histories."""
+    """Tell whether a part is in the digest: all but histories are."""
     return spec.length is None
 
 
 def digested_parts(entry: Entry) -> dict[str, PartShape]:
-    """Part -> (dtype, global shape) of the parts that are in the digest."""
+    """Return part -> (dtype, global shape) of the parts that are in the digest."""
     parts = entry.parts()
     return {spec.name: parts[spec.name] for spec in entry.specs() if is_digested(spec)}
 
 
 def tensor_digest(sums: Iterable[PartSum]) -> str:
-    """The digest of a tensor, from the sums of all of its parts, in any order."""
+    """Return the digest of a tensor, from the sums of all of its parts, in any order."""
     rows = sorted([part, dtype_name(dtype), list(shape), total % 2**64] for part, dtype, shape, total in sums)
     return _hash(rows)
 
 
 def whole_digest(tensors: Mapping[str, str]) -> str:
-    """The digest of tensors of these names and digests, in any order."""
+    """Return the digest of tensors of these names and digests, in any order."""
     return _hash(sorted(tensors.items()))
 
 
 def first_difference(a: Mapping[str, str], b: Mapping[str, str]) -> DigestDifference | None:
-    """The first tensor, in the order of `a`, that `b` does not hold alike, else the first that only `b` has."""
+    """Find the first tensor, in the order of `a`, that `b` does not hold alike; else the first that only `b` has."""
     for name, own in a.items():
         if name not in b:
             return DigestDifference(name, "only_in_a")
@@ -73,9 +73,9 @@ def first_difference(a: Mapping[str, str], b: Mapping[str, str]) -> DigestDiffer
 
 
 def add_twins(tensors: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
-    """The tensors, and those that `other` alone has where another tensor there holds the same, and both sides have it.
+    """Add the tensors that only `other` has, if another tensor there holds the same and both sides have that one.
 
-    So a tied weight is found where a file leaves it out.
+    So a tied weight is found if a file leaves it out.
     """
     names = {own: name for name, own in other.items() if name in tensors}
     return {

@@ -1,7 +1,7 @@
 """Files that survive a crash of the machine, and directories and files that appear only when they are complete.
 
-While it is written, a directory has a hidden name beside its own (`hidden_name`), and an error removes it
-(`remove_on_error`); `give_name` gives it its own. Files are written likewise, and named by `give_file_name`.
+While a directory is written, it has a hidden name beside its own (`hidden_name`), and an error removes it
+(`remove_on_error`); `give_name` gives it its own name. Files are written likewise, and named by `give_file_name`.
 """
 
 import errno
@@ -14,13 +14,13 @@ from pathlib import Path
 
 # Some network file systems cannot sync a directory; there a removal is as durable as they make it.
 CAN_NOT_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
-
-
-NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK})  # of a file system without hard links
+# What a file system without hard links answers to a link.
+NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK})
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's contents, or the names in a directory, are on the disk, where the file system can do that."""
+    """Wait until a file's contents, or the names in a directory, are on the disk, if the file system can do that."""
+    # Windows opens no directory, and flushes files that are open for writing alone.
     if os.name != "posix":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -34,7 +34,7 @@ def sync(path: Path) -> None:
 
 
 def sync_name(directory: Path) -> None:
-    """Wait until a directory's own name is on the disk; not where the directory above it may not be read."""
+    """Wait until a directory's own name is on the disk; do nothing if the directory above it may not be read."""
     with suppress(PermissionError):
         sync(directory.absolute().parent)
 
@@ -56,13 +56,14 @@ def make_directory(path: Path) -> None:
 
 
 def refuse_taken(final: Path) -> None:
-    """Raise unless a directory can be given this name: it is free, or an empty directory has it and would be replaced.
+    """Raise unless a directory can be given this name: it must be free, or be that of an empty directory.
 
     Raises:
         FileExistsError, FileNotFoundError: it is taken, or the directory above it does not exist.
     """
+    # A mount point can not be replaced, and the directory that this process is in must not be, however empty.
     here = final.is_dir() and final.samefile(os.curdir)
-    if not final.name or here or (os.name == "posix" and final.is_mount()):  # not to be replaced, however empty
+    if not final.name or here or (os.name == "posix" and final.is_mount()):
         raise FileExistsError(f"{final} can not be replaced when all is written; give a new directory in it")
     if final.is_symlink() or (final.exists() and not (final.is_dir() and not any(final.iterdir()))):
         raise FileExistsError(f"{final} exists already; choose another name, nothing is overwritten")
@@ -71,7 +72,7 @@ def refuse_taken(final: Path) -> None:
 
 
 def hidden_name(final: Path) -> Path:
-    """The name of a directory or file that is not finished yet; a new one each time."""
+    """Make a name for a directory or file that is not finished yet; a new one each time."""
     return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
 
 
@@ -109,7 +110,7 @@ def give_name(begun: Path, final: Path) -> None:
 def give_file_name(begun: Path, final: Path) -> None:
     """Give a finished and synced file its final name; durable when it returns.
 
-    Of several writers of one name one gets it. On a file system without hard links an empty file takes the name, and
+    Of several writers of one name, one gets it. On a file system without hard links an empty file takes the name, and
     is replaced in the next moment: a crash in between leaves it there.
 
     Raises:
@@ -132,7 +133,7 @@ def give_file_name(begun: Path, final: Path) -> None:
 
 
 def _rename_to_free(begun: Path, final: Path) -> None:
-    """Rename a file to a name that nothing has. Raises FileExistsError where something has it."""
+    """Rename a file to a name that nothing has. Raises FileExistsError if something has it."""
     final.touch(exist_ok=False)  # makes the file, or raises, in one step; from here on the name is ours
     try:
         begun.replace(final)

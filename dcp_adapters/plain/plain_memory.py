@@ -1,7 +1,7 @@
-"""Which tensors have bytes of their own to look at, and those bytes.
+"""Tell which tensors have bytes of their own to look at, and give those bytes.
 
-A wrapper subclass, of this library or another's, answers `data_ptr()` with 0, whatever it says of its storage; so do
-tensors whose storage was freed. The memory of quantized (torch.quantize_per_tensor) tensors holds codes, that of
+A wrapper subclass, of this library or of another one, answers `data_ptr()` with 0, whatever it says of its storage; so
+do tensors whose storage was freed. The memory of quantized (torch.quantize_per_tensor) tensors holds codes, that of
 conjugate or negative views holds other values than the view, and sparse and meta tensors have none. Code that reads or
 writes memory by its address asks here first.
 """
@@ -16,10 +16,11 @@ FREED = "its storage was freed, as FSDP does with gathered weights; take the sta
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but elements in a storage, on whatever device.
+    """Tell whether a tensor is nothing but elements in a storage, on whatever device.
 
     Parameters count, and so do subclasses that define no `__torch_dispatch__`.
     """
+    # Parameter is a subclass, too, and its memory is its values; only a class with its own dispatch hides them.
     return (
         type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
         and tensor.layout is torch.strided
@@ -34,11 +35,12 @@ def plain_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def why_no_bytes(tensor: Tensor) -> str | None:
-    """Why a tensor has no bytes that could be saved, and what to do; None where it has some, or its class has."""
+    """Say why a tensor has no bytes to save, and what to do; None if it has some, or its class has."""
     if tensor.is_meta:
         return "on the meta device, without data; materialise it (to_empty) and initialise or load"
     if tensor.layout is not torch.strided:
         return f"a {tensor.layout} tensor, which has no storage; save its to_dense(), or its indices and values"
+    # FSDP frees gathered weights by resizing their storage to 0: shape and dtype stay, and reads would crash.
     if is_plain(tensor) and tensor.numel() and not tensor.untyped_storage().nbytes():
         return FREED
     return None
@@ -63,7 +65,7 @@ def elements_of(tensor: Tensor) -> "tuple[Tensor, ctypes.Array[ctypes.c_char]] |
 
 
 def memory_of(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":
-    """The bytes of a contiguous CPU tensor, as a view that neither copies nor needs numpy; keep the tensor alive.
+    """View the bytes of a contiguous CPU tensor, without a copy and without numpy; keep the tensor alive.
 
     Raises:
         ValueError: it has no bytes of its own, or its bytes are not its values.

@@ -1,6 +1,6 @@
-"""How far a long step has come, on the terminal: a tqdm bar with the stage and the time left.
+"""Show on the terminal how far a long step has come: a tqdm bar with the stage and the time left.
 
-Nothing is shown where stderr is no terminal. The work reports bytes to a plain function and knows nothing of bars.
+Nothing is shown if stderr is no terminal. The work reports bytes to a plain function and knows nothing of bars.
 """
 
 import sys
@@ -13,12 +13,12 @@ Advance = Callable[[int], object]  # told the number of bytes that have been dea
 
 
 def ignore_progress(_: int) -> None:
-    """Progress that nobody watches."""
+    """Take progress that nobody watches."""
 
 
 @contextmanager
 def progress_bar(stage: str, total: int, *, enabled: bool = True) -> Iterator[Advance]:
-    """A bar of `total` bytes for the time of the block; yields the function to report to."""
+    """Show a bar of `total` bytes for the time of the block; yields the function to report to."""
     if not (enabled and sys.stderr.isatty()):
         yield ignore_progress
         return

@@ -1,6 +1,6 @@
-"""Tables for people: through `rich` where it is installed, plain aligned text otherwise.
+"""Tables for people: through `rich` if it is installed, plain aligned text otherwise.
 
-Colours appear on terminals only, and not where NO_COLOR is set or TERM is `dumb`. The cells come from checkpoints:
+Colours appear on terminals only, and not if NO_COLOR is set or TERM is `dumb`. The cells come from checkpoints:
 characters that control a terminal or change the direction of text are shown as a replacement character.
 """
 
@@ -21,7 +21,7 @@ def table(
     right: Sequence[str] = (),
     style: Callable[[str, str], str] | None = None,
 ) -> str:
-    """Rows under a head, as text.
+    """Set rows under a head, as text.
 
     Args:
         columns: the head.
@@ -42,8 +42,9 @@ def table(
         grid.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         looks = [style(*cell) if style is not None else "" for cell in zip(columns, row, strict=True)]
-        # Text: a name with [brackets] is no markup
+        # rich would take a plain string with [brackets] in it for markup, and leave that out
         grid.add_row(*(Text(cell, style=look) for cell, look in zip(row, looks, strict=True)))
+    # A file or a pipe has no width: rich would fold names at 80 columns, and nobody could search for them.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
     console = Console(file=io.StringIO(), width=width, force_terminal=coloured)
     with console.capture() as captured:
@@ -52,12 +53,12 @@ def table(
 
 
 def sanitize(words: str) -> str:
-    """The text with control and format characters, and halves of surrogate pairs, replaced."""
+    """Replace control and format characters, and halves of surrogate pairs, in a text."""
     return "".join("\ufffd" if unicodedata.category(one) in ("Cc", "Cf", "Cs") else one for one in words)
 
 
 def human_bytes(count: float) -> str:
-    """A number of bytes with three significant digits."""
+    """Write a number of bytes with three significant digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"

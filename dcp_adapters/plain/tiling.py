@@ -1,4 +1,4 @@
-"""Whether the chunks of a tensor cover it exactly: no gap, no overlap, nothing outside.
+"""Do the chunks of a tensor cover it exactly: no gap, no overlap, nothing outside?
 
 Nearly all tensors are cut along one dim only. Their chunks are sorted, and each must begin where the last one ended.
 
@@ -22,7 +22,7 @@ Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
 
 
 def is_inside(size: Sequence[int], box: Box) -> bool:
-    """Whether a box lies inside of a tensor of shape `size`; an empty one may lie at its end."""
+    """Tell whether a box lies inside of a tensor of shape `size`; an empty one may lie at its end."""
     offsets, sizes = box
     return len(size) == len(offsets) == len(sizes) and all(
         offset >= 0 <= extent and offset + extent <= full
@@ -31,7 +31,7 @@ def is_inside(size: Sequence[int], box: Box) -> bool:
 
 
 def tiling_fault(size: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """What is wrong with `boxes` as a partition of a tensor of shape `size`; None where nothing is.
+    """Say what is wrong with `boxes` as a partition of a tensor of shape `size`; None if nothing is.
 
     Empty boxes cover nothing.
     """
@@ -41,12 +41,13 @@ def tiling_fault(size: Sequence[int], boxes: Sequence[Box]) -> str | None:
         return outside and f"a chunk of {tuple(outside[1])} at {tuple(outside[0])} is not inside of it"
     if not size:
         return None if len(full) == 1 else f"{len(full)} chunks of a tensor without dims, expected one"
-    # dims along which no chunk is cut say nothing about gaps
+    # Dims along which no chunk is cut say nothing about gaps; each of them would double the corners of every chunk.
     cut = [dim for dim in range(len(size)) if any(sizes[dim] != size[dim] for _, sizes in full)]
     if len(cut) > MOST_CUT_DIMS:
         return f"chunks are cut along {len(cut)} dims, expected at most {MOST_CUT_DIMS}"
     if len(cut) > FEW_DIMS and len(full) << len(cut) > MOST_CORNERS:
         return f"{len(full)} chunks are cut along {len(cut)} dims, expected at most {MOST_CORNERS >> len(cut)} of them"
+    # FSDP shards, and so nearly all tensors. A fault is left to the corners, which say where it begins.
     if len(cut) == 1:
         pieces = sorted((offsets[cut[0]], sizes[cut[0]]) for offsets, sizes in full)
         ends = [start + length for start, length in pieces]
@@ -61,11 +62,12 @@ def is_tiled(tensors: Iterable[tuple[Sequence[int], Sequence[Box]]]) -> bool:
 
 
 def _corner_fault(size: Sequence[int], full: Sequence[Box], cut: Sequence[int]) -> str | None:
-    """The answer for boxes that are cut along these dims."""
+    """Say what is wrong with boxes that are cut along these dims, by their corners."""
     corners: defaultdict[tuple[int, ...], int] = defaultdict(int)
     for offsets, sizes in full:
         _add(corners, [(offsets[dim], offsets[dim] + sizes[dim]) for dim in cut], 1)
     _add(corners, [(0, size[dim]) for dim in cut], -1)
+    # All corners before this one cancel, so its count is that of the boxes that hold the point, less 1.
     wrong = min((corner for corner, count in corners.items() if count), default=None)
     if wrong is None:
         return None

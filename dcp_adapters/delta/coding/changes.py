@@ -1,4 +1,4 @@
-"""What changed between two equal-shaped tensors, as positions and steps, and back.
+"""Find what changed between two equal-shaped tensors, as positions and steps, and go back.
 
 A tensor is seen as whole numbers of its bits, its units: as wide as an element of a floating dtype, else single bytes.
 A position counts units in the flattened global tensor. A step is the new number minus the old one, wrapping around.
@@ -31,7 +31,7 @@ class Changes:
 
 
 def unit_of(dtype: torch.dtype) -> torch.dtype:
-    """The whole numbers as which a dtype is seen.
+    """Return the whole numbers as which a dtype is seen.
 
     Packed codes are stored as uint8 or int32: a changed code changes one byte, so those are seen as bytes.
     """
@@ -40,20 +40,20 @@ def unit_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def unit_shape(dtype: torch.dtype, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a tensor in units; that of a 0-dim one is (units,)."""
+    """Return the shape of a tensor in units; that of a 0-dim one is (units,)."""
     *leading, last = shape or (1,)
     return (*leading, last * (dtype.itemsize // unit_of(dtype).itemsize))
 
 
 def units(tensor: Tensor) -> Tensor:
-    """The units of a plain tensor, flat [n]: a view where it is contiguous, else a copy."""
+    """Return the units of a plain tensor, flat [n]: a view if it is contiguous, else a copy."""
     flat = tensor.detach().contiguous().reshape(-1)
     unit = unit_of(flat.dtype)
     return flat if flat.dtype == unit else flat.view(unit)
 
 
 def changes_between(old: Tensor, new: Tensor) -> Iterator[Changes]:
-    """What changed from one plain CPU tensor to another of the same dtype and shape, a piece at a time.
+    """Yield what changed from one plain CPU tensor to another of the same dtype and shape, a piece at a time.
 
     Raises:
         ValueError: dtypes or shapes differ.
@@ -70,13 +70,13 @@ def changes_between(old: Tensor, new: Tensor) -> Iterator[Changes]:
 
 
 def changed_units(x: Tensor, y: Tensor) -> Changes:
-    """What changed between two flat tensors of as many units; there may be none."""
+    """Find what changed between two flat tensors of as many units; there may be nothing."""
     at = _find_differing(x, y)
     return Changes(at, y[at] - x[at])
 
 
 def join(found: Iterable[Changes], unit: torch.dtype) -> Changes:
-    """Several as one, sorted by position. Raises ValueError where two change the same unit."""
+    """Join several to one, sorted by position. Raises ValueError if two change the same unit."""
     pieces = list(found)
     if not pieces:
         return Changes(torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=unit, device="cpu"))
@@ -91,7 +91,7 @@ def join(found: Iterable[Changes], unit: torch.dtype) -> Changes:
 
 
 def global_changes(local: Changes, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Changes:
-    """Changes of a box of a tensor, by their positions in the tensor; all extents in units.
+    """Place the changes of a box by their positions in the whole tensor; all extents in units.
 
     Ascending positions of the box are ascending in the tensor: both count rows first.
     """
@@ -99,7 +99,7 @@ def global_changes(local: Changes, shape: Sequence[int], offsets: Sequence[int],
 
 
 def local_changes(found: Changes, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Changes:
-    """Those of a tensor's changes that lie in a box of it, by their positions in the box; all extents in units."""
+    """Find the changes of a tensor that lie in a box, by their positions in the box; all extents in units."""
     inside = torch.ones_like(found.positions, dtype=torch.bool)
     for coordinate, offset, size in zip(_coordinates(found.positions, shape), offsets, sizes, strict=True):
         inside &= (coordinate >= offset) & (coordinate < offset + size)
@@ -114,7 +114,7 @@ def _between_boxes(
     new_sizes: Sequence[int],
     new_offsets: Sequence[int],
 ) -> Tensor:
-    """Positions in a box of `sizes` at `offsets` as positions in another, which lies at `new_offsets` in it."""
+    """Turn positions in a box of `sizes` into positions in one of `new_sizes`; an element's offset moves, too."""
     there = torch.zeros_like(positions)
     for coordinate, offset, size, new in zip(
         _coordinates(positions, sizes), offsets, new_sizes, new_offsets, strict=True
@@ -126,6 +126,7 @@ def _between_boxes(
 def _coordinates(positions: Tensor, shape: Sequence[int]) -> list[Tensor]:
     found = []
     below = math.prod(shape)
+    # max(.., 1): a tensor without elements has no positions, and must not divide by 0.
     for extent in shape:
         below //= max(extent, 1)
         found.append(positions // max(below, 1) % max(extent, 1))
@@ -133,15 +134,17 @@ def _coordinates(positions: Tensor, shape: Sequence[int]) -> list[Tensor]:
 
 
 def _find_differing(x: Tensor, y: Tensor) -> Tensor:
-    """int64: where two flat tensors of whole numbers differ, ascending; sparse changes are looked for in words of 8."""
+    """Find where two flat tensors of whole numbers differ, int64, ascending; sparse changes in words of 8 bytes."""
     width = x.element_size()
+    # A view as int64 needs a start at a multiple of 8 bytes, which a slice of a tensor may not have.
     words = 0 if (x.storage_offset() * width) % 8 or (y.storage_offset() * width) % 8 else x.numel() * width // 8
     if not words or width == 8:
         return (x != y).nonzero().flatten()
     per = 8 // width
     head = words * per
     found = (x[:head].view(torch.int64) != y[:head].view(torch.int64)).nonzero()
-    if found.numel() * 16 > words:  # dense
+    # Dense changes: to look into each word that differs would take longer than to compare all units.
+    if found.numel() * 16 > words:
         return (x != y).nonzero().flatten()
     inside = (found * per + torch.arange(per, dtype=torch.int64, device="cpu")).flatten()
     tail = torch.arange(head, x.numel(), dtype=torch.int64, device="cpu")

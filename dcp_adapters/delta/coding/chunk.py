@@ -1,4 +1,4 @@
-"""A stored chunk of a tensor as what changed since an older version of it, the base.
+"""Code a stored chunk of a tensor as what changed since an older version of it, the base.
 
     one line of JSON, then bytes
     {"kind": "same"}                            nothing more
@@ -9,7 +9,7 @@ Whether they do is judged while changes are coded. After the first run of a mill
 pieces spread over the rest tell what it may take: a chunk that is dense all over is given up then, and one that begins
 dense is not.
 
-Whoever decodes one compares the result with a checksum: decoding finds contradictions, and not bytes that changed.
+Whoever decodes a chunk compares the result with a checksum: decoding finds contradictions, and no bytes that changed.
 """
 
 import json
@@ -30,7 +30,7 @@ MOST_LINE = 2**26  # bytes of JSON: half a million frames
 
 
 def encode_chunk(old: Tensor, new: Tensor) -> bytes:
-    """What leads from one plain contiguous CPU tensor to another of the same dtype and shape.
+    """Code what leads from one plain contiguous CPU tensor to another of the same dtype and shape.
 
     Raises:
         ValueError: dtypes or shapes differ.
@@ -44,6 +44,7 @@ def encode_chunk(old: Tensor, new: Tensor) -> bytes:
         begun, done = done, int(changes.positions[-1]) + 1
         stored += len(frames[-1].data)
         spanned, expected = (done - begun) * changes.steps.element_size(), float(stored)
+        # Only a dense start is a reason to look at the rest: the look costs half a million changes.
         if not looked and len(changes) == MOST_CHANGES and len(frames[-1].data) > WORTH * spanned:
             looked, expected = True, stored + _may_take(old, new, done)
         if expected > WORTH * new.nbytes:
@@ -57,14 +58,14 @@ def encode_chunk(old: Tensor, new: Tensor) -> bytes:
 def decode_chunk(
     data: bytes, dtype: torch.dtype, shape: tuple[int, ...], old: Callable[[], Tensor], what: str
 ) -> Tensor:
-    """The chunk, a CPU tensor of its own.
+    """Decode a chunk to a CPU tensor of its own.
 
     Args:
         data: of `encode_chunk`.
         dtype: of the chunk.
         shape: of the chunk.
         old: reads the base, as a contiguous CPU tensor of that dtype and shape, which becomes the result; called only
-            where the base is needed.
+            if the base is needed.
         what: what messages call the chunk.
 
     Raises:
@@ -97,14 +98,14 @@ def decode_chunk(
 
 
 def _frames(old: Tensor, new: Tensor) -> Iterator[Changes]:
-    """All changes, in runs that the codec takes."""
+    """Yield all changes, in runs that the codec takes."""
     for found in changes_between(old, new):
         runs = zip(found.positions.split(MOST_CHANGES), found.steps.split(MOST_CHANGES), strict=True)
         yield from (Changes(positions, steps) for positions, steps in runs)
 
 
 def _may_take(old: Tensor, new: Tensor, begun: int) -> float:
-    """How many bytes the changes from a unit on may take, judged by pieces; 0 where coding them all costs as little."""
+    """Judge by pieces how many bytes the changes from a unit on may take; 0 if coding them all costs as little."""
     before, after = units(old)[begun:], units(new)[begun:]
     count = after.numel()
     if count <= LOOKS * LOOK:
@@ -118,7 +119,7 @@ def _may_take(old: Tensor, new: Tensor, begun: int) -> float:
 
 
 def _encode(changes: Changes, start: int) -> Coded:
-    """One frame; dense changes are compressed at a fast level, since they are what takes the time of a save."""
+    """Code one frame; dense changes at a fast level, since these are what takes the time of a save."""
     span = int(changes.positions[-1]) + 1 - start
     return encode(changes, start, level=FAST if span < 4 * len(changes) else BEST)
 

@@ -1,4 +1,4 @@
-"""A run of changes as compressed bytes.
+"""Code a run of changes as compressed bytes.
 
     gaps    from one position to the next, less 1. With s = log2 of the mean gap, less 5:
               gap mod 2^s     as s bits each, packed: these are nearly even, no code could shorten them
@@ -42,7 +42,7 @@ class Coded:
 
 
 def encode(changes: Changes, start: int, *, level: int | None = None) -> Coded:
-    """The frame of 1 to MOST_CHANGES changes, all at or after `start`; level: of zstd, None: the one of delta files."""
+    """Code 1 to MOST_CHANGES changes, all at or after `start`; level: of zstd, None: the one of delta files."""
     count = len(changes)
     before = torch.cat([torch.tensor([start - 1], dtype=torch.int64, device="cpu"), changes.positions[:-1]])
     gaps = changes.positions - before - 1
@@ -56,7 +56,7 @@ def encode(changes: Changes, start: int, *, level: int | None = None) -> Coded:
 
 
 def decode(coded: Coded, unit: torch.dtype, extent: int, what: str) -> Changes:
-    """The changes of a frame of a run of `extent` units.
+    """Decode a frame of a run of `extent` units to its changes.
 
     Raises:
         ValueError: it is damaged. No more memory is taken than MOST_CHANGES and `extent` explain.
@@ -65,6 +65,7 @@ def decode(coded: Coded, unit: torch.dtype, extent: int, what: str) -> Changes:
     if sum(coded.lengths) != len(coded.data):
         raise damaged(what, f"{len(coded.data)} bytes, expected {sum(coded.lengths)}")
     streams = _split(coded)
+    # Each stream is given the most that its contents can be, so a frame that would unpack to gigabytes stops there.
     lows = decompress(streams[0], -(-coded.count * coded.shift // 8), what)
     quotients = decompress(streams[1], coded.count + (extent >> coded.shift) // 255, what)
     planes = [decompress(stream, coded.count, what) for stream in streams[2:]]
@@ -75,13 +76,14 @@ def decode(coded: Coded, unit: torch.dtype, extent: int, what: str) -> Changes:
     if int(positions[-1]) >= extent:
         raise damaged(what, f"it changes unit {int(positions[-1])} of {extent}")
     steps = _join_planes(planes, coded.count, unit, what)
+    # Nothing writes these; with them, one change could be coded in several ways.
     if bool((steps == 0).any()):
         raise damaged(what, "it has steps of 0")
     return Changes(positions, steps)
 
 
 def check_coded(coded: Coded, unit: torch.dtype, extent: int, what: str) -> None:
-    """Raise ValueError where the numbers that describe a frame contradict each other."""
+    """Raise ValueError if the numbers that describe a frame contradict each other."""
     fits = (
         0 < coded.count <= min(MOST_CHANGES, extent)
         and extent <= MOST_UNITS
@@ -107,7 +109,7 @@ def _split(coded: Coded) -> list[bytes]:
 
 
 def _pack(gaps: Tensor, shift: int) -> bytes:
-    """The lowest `shift` bits of each, one after the other."""
+    """Pack the lowest `shift` bits of each, one after the other."""
     if not shift:
         return b""
     bits = (gaps.unsqueeze(1) >> torch.arange(shift, dtype=torch.int64, device="cpu")) & 1  # [n, shift]
@@ -117,7 +119,7 @@ def _pack(gaps: Tensor, shift: int) -> bytes:
 
 
 def _unpack(data: bytes, count: int, shift: int, what: str) -> Tensor:
-    """The inverse, int64 [count]."""
+    """Undo `_pack`: int64 [count]."""
     if len(data) != -(-count * shift // 8):
         raise damaged(what, f"{len(data)} bytes of gaps, expected {-(-count * shift // 8)}")
     if not shift:
@@ -128,7 +130,7 @@ def _unpack(data: bytes, count: int, shift: int, what: str) -> Tensor:
 
 
 def _escape(quotients: Tensor) -> bytes:
-    """Each as a byte below 255, after one 255 for each 255 in it."""
+    """Write each as a byte below 255, after one 255 for each 255 in it."""
     ends = (quotients // 255 + 1).cumsum(0) - 1
     out = torch.full((int(ends[-1]) + 1,), 255, dtype=torch.uint8, device="cpu")
     out[ends] = (quotients % 255).to(torch.uint8)
@@ -136,7 +138,7 @@ def _escape(quotients: Tensor) -> bytes:
 
 
 def _unescape(data: bytes, count: int, most: int, what: str) -> Tensor:
-    """The inverse, int64 [count]; none is above `most`."""
+    """Undo `_escape`: int64 [count]; none is above `most`."""
     values = _tensor(data).to(torch.int64)
     ends = (values < 255).nonzero().flatten()
     if ends.numel() != count or int(ends[-1]) != len(data) - 1:
@@ -149,18 +151,19 @@ def _unescape(data: bytes, count: int, most: int, what: str) -> Tensor:
 
 
 def _planes(steps: Tensor) -> list[bytes]:
-    """The steps, zigzag: the lowest bytes of all of them, then the next bytes of all, and so on."""
+    """Split the steps, zigzag: the lowest bytes of all of them, then the next bytes of all, and so on."""
     zigzag = (steps << 1) ^ (steps >> (8 * steps.element_size() - 1))
     rows = zigzag.contiguous().view(torch.uint8).view(-1, steps.element_size())  # little-endian
     return [_bytes(rows[:, plane].contiguous()) for plane in range(rows.shape[1])]
 
 
 def _join_planes(planes: Sequence[bytes], count: int, unit: torch.dtype, what: str) -> Tensor:
-    """The inverse, `unit` [count]."""
+    """Undo `_planes`: `unit` [count]."""
     if any(len(plane) != count for plane in planes):
         raise damaged(what, f"{[len(plane) for plane in planes]} bytes of steps, expected {count}")
     zigzag = torch.stack([_tensor(plane) for plane in planes], dim=1).view(unit).flatten()
-    most = torch.iinfo(unit).max  # a shift that brings in zeros
+    # >> of a signed dtype repeats the sign; the mask makes it bring in zeros.
+    most = torch.iinfo(unit).max
     return ((zigzag >> 1) & most) ^ -(zigzag & 1)
 
 

@@ -2,5 +2,5 @@
 
 
 def damaged(what: str, why: str) -> ValueError:
-    """`what` names the delta, or the part of it that is at fault."""
+    """Make the error; `what` names the delta, or the part of it that is at fault."""
     return ValueError(f"{what} is damaged: {why}; get it again")

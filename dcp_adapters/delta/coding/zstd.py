@@ -1,6 +1,6 @@
-"""zstd: `compression.zstd` of Python 3.14, and its backport before that, which the extra `delta` installs.
+"""Compress with zstd: `compression.zstd` of Python 3.14, or its backport, which the extra `delta` installs.
 
-Without either everything can still be imported, and the first delta that is made or read says what to install.
+Without either of them everything can still be imported, and the first delta that is made or read says what to install.
 """
 
 import importlib
@@ -16,17 +16,17 @@ MISSING = (
 
 
 def require_zstd() -> None:
-    """Raise ImportError where there is no zstd."""
+    """Raise ImportError if there is no zstd."""
     _library()
 
 
 def compress(data: bytes, level: int) -> bytes:
-    """One zstd frame. Raises ImportError where there is no zstd."""
+    """Make one zstd frame. Raises ImportError if there is no zstd."""
     return bytes(_library().compress(data, level))
 
 
 def decompress(data: bytes, most: int, what: str) -> bytes:
-    """The contents of one zstd frame.
+    """Return the contents of one zstd frame.
 
     Raises:
         ValueError: it is damaged, cut off, followed by something, or holds more than `most` bytes.
@@ -35,8 +35,10 @@ def decompress(data: bytes, most: int, what: str) -> bytes:
     library = _library()
     reader = library.ZstdDecompressor(options={library.DecompressionParameter.window_log_max: LARGEST_WINDOW})
     try:
+        # One byte more than there may be tells a frame that holds more; nothing beyond it is unpacked.
         held = bytes(reader.decompress(data, max_length=most + 1))
-        if len(held) <= most and not reader.eof:  # the end of the frame may still be unread
+        # The end of the frame may still be unread.
+        if len(held) <= most and not reader.eof:
             held += bytes(reader.decompress(b"", max_length=1))
     except (library.ZstdError, EOFError) as error:
         raise damaged(what, str(error)) from error

@@ -1,4 +1,4 @@
-"""The full checkpoint that a delta was made against: found, checked, and read piece by piece.
+"""Find the full checkpoint that a delta was made against, check it, and read it piece by piece.
 
 A delta names the directory of its base relative to its own, so that both can be moved together, and the digest of the
 base's `.metadata`. Each save draws an id that stands there: so another save under the same name is noticed before
@@ -51,7 +51,7 @@ class Base:
 
     @staticmethod
     def to_save(path: str | os.PathLike[str], checkpoint_id: str | os.PathLike[str] | None) -> "Base":
-        """The base of a checkpoint that is about to be saved.
+        """Open the base of a checkpoint that is about to be saved.
 
         Raises:
             ValueError: one of the two is no local directory; they are the same; the base is a delta itself, or cannot
@@ -80,7 +80,7 @@ class Base:
 
     @staticmethod
     def of(link: BaseLink, delta: Path) -> "Base":
-        """The base of a checkpoint in the directory `delta`.
+        """Open the base of a checkpoint in the directory `delta`.
 
         Raises:
             FileNotFoundError: it is not there.
@@ -97,6 +97,7 @@ class Base:
         reader = SafeFileSystemReader(directory)
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, is_coordinator=False)
+        # A chain of deltas would take a read of each of them for every chunk, and be lost with any of them.
         further = base_of(metadata)
         if further is not None:
             raise ValueError(
@@ -114,12 +115,12 @@ class Base:
         _check(self.delta, self.link, self.directory, "the delta is not saved. Save again, or in full")
 
     def holds(self, key: str, dtype: torch.dtype, size: torch.Size) -> bool:
-        """Whether it has a tensor of this name, dtype and global shape."""
+        """Tell whether the base has a tensor of this name, dtype and global shape."""
         record = self.metadata.state_dict_metadata.get(key)
         return isinstance(record, TensorStorageMetadata) and (record.properties.dtype, record.size) == (dtype, size)
 
     def read(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """A box of a tensor, which the base may hold in other chunks; a contiguous CPU tensor of its own.
+        """Read a box of a tensor, which the base may hold in other chunks, into a contiguous CPU tensor of its own.
 
         Raises:
             ValueError, OSError: the base is damaged, or a file of it is gone.
@@ -128,19 +129,20 @@ class Base:
         assert isinstance(record, TensorStorageMetadata)
         box = torch.empty(chunk.sizes, dtype=record.properties.dtype, device="cpu")
         items = create_read_items_for_chunk_list(key, record, [chunk])
+        # DCP makes items for what overlaps the box, and is silent about a gap, which would stay uninitialised memory.
         if sum(item.lengths.numel() for item in items) != box.numel():
             raise ValueError(f"{self.directory}: its chunks do not make up {key}; {WAY_OUT}")
         self.reader.read_data(LoadPlan(items), _BoxPlanner(box)).wait()
         return box
 
     def rebuild(self, index: MetadataIndex, delta: Metadata, data: bytes, expected: bytes | None) -> Tensor:
-        """A chunk of the delta, from what is stored for it and the base.
+        """Rebuild a chunk of the delta from what is stored for it and the base.
 
         Args:
             index: of the chunk.
             delta: metadata of the delta.
             data: what is stored for the chunk.
-            expected: the checksum that was saved of the chunk; None where there is none, which is refused.
+            expected: the checksum that was saved of the chunk; None if there is none, which is refused.
 
         Returns:
             The chunk, a CPU tensor of its own.
@@ -158,6 +160,7 @@ class Base:
                 raise ValueError(f"{where}: the base has no {dtype} {tuple(record.size)} of this name; {WAY_OUT}")
             return self.read(index.fqn, chunk)
 
+        # Steps add up to something on any base: only the checksum tells a wrong one from the one that was meant.
         tensor = decode_chunk(data, dtype, tuple(chunk.sizes), old, where)
         found = digest_of(tensor)
         if found != expected:
@@ -170,7 +173,7 @@ class Base:
 
 
 class _BoxPlanner(DefaultLoadPlanner):
-    """Reads into one tensor."""
+    """Reads a box into one tensor."""
 
     def __init__(self, box: Tensor) -> None:
         super().__init__()
@@ -181,7 +184,7 @@ class _BoxPlanner(DefaultLoadPlanner):
 
 
 def _digest(directory: Path) -> str:
-    """Of a base's `.metadata`. Raises FileNotFoundError, NotADirectoryError as they are; OSError with what to do."""
+    """Digest a base's `.metadata`. Raises FileNotFoundError, NotADirectoryError as are; OSError with what to do."""
     try:
         return xxhash.xxh3_128_hexdigest((directory / METADATA).read_bytes())
     except (FileNotFoundError, NotADirectoryError):

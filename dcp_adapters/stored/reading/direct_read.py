@@ -1,4 +1,4 @@
-"""Elements of a stored tensor straight from the file into the target: no archive is unpacked, no chunk read whole.
+"""Read elements of a stored tensor straight from the file into the target: no archive unpacked, no chunk read whole.
 
 torch.save stores a tensor's elements as one uncompressed record, so rows of a contiguous chunk are a range of the file:
 
@@ -34,7 +34,7 @@ class Elements:
 
     @staticmethod
     def of(stream: IO[bytes], offset: int, header: Header) -> "Elements":
-        """The elements of the chunk at `offset`; its archive's header must say that they are contiguous."""
+        """Find the elements of the chunk at `offset`; its archive's header must say that they are contiguous."""
         assert header.first is not None
         return Elements(stream, offset + header.record_start + header.first, header.dtype, header.shape)
 
@@ -60,7 +60,8 @@ class Elements:
 
 
 def _has_room(target: Tensor) -> bool:
-    """Whether elements can be read into the target's memory; tensors of other libraries' classes have none."""
+    """Tell whether elements can be read into the target's memory; tensors of other libraries' classes have none."""
+    # The memory of a conjugate or negative view holds other values than the view.
     straight = target.is_cpu and is_plain(target) and target.is_contiguous()
     return straight and not target.is_conj() and not target.is_neg()
 
@@ -70,6 +71,7 @@ def _read_into(stream: IO[bytes], begin: int, tensor: Tensor) -> None:
     memory = memoryview(memory_of(tensor)).cast("B")
     stream.seek(begin)
     done = 0
+    # The file is opened without a buffer, and one read() of Linux gives at most 2 GiB.
     while done < len(memory):
         count = stream.readinto(memory[done:])  # type: ignore[attr-defined]
         if not count:

@@ -1,9 +1,9 @@
-"""Whether a checkpoint's metadata makes sense: pure checks over DCP's records.
+"""Does a checkpoint's metadata make sense? Pure checks over DCP's records.
 
 Everything that a reader takes from `.metadata` is checked here before it is used: names, sizes, places of the bytes.
 What passes claims no more elements than its files hold bytes (they are looked at in places.py), and names no file
 outside of the checkpoint.
-Each check returns `Fault`s, naming file or entry, what was found and what was expected; an empty list means sound.
+Each check returns `Fault`s, which name file or entry, what was found and what was expected; an empty list means sound.
 """
 
 import math
@@ -36,7 +36,7 @@ DIMS = {1: "one dim", 2: "two dims"}
 
 @dataclass(frozen=True)
 class Fault:
-    """Something wrong: the file and the entry (a tensor's name) at fault, "" where there is none, and a sentence."""
+    """Something wrong: the file and the entry (a tensor's name) at fault, "" if there is none, and a sentence."""
 
     file: str
     entry: str
@@ -48,12 +48,12 @@ class Fault:
 
 
 def chunk_in_words(index: MetadataIndex) -> str:
-    """A chunk in words: its tensor, and its offset where it has one."""
+    """Name a chunk in words: its tensor, and its offset if it has one."""
     return index.fqn if index.offset is None else f"{index.fqn} at {tuple(index.offset)}"
 
 
 def record_faults(metadata: Any, *, extent: int, transforms: bool = False) -> list[Fault]:
-    """Faults of the records in themselves: types, names, sizes, places. The other checks need records without any.
+    """Find faults of the records in themselves: types, names, sizes, places. The other checks need records without any.
 
     Args:
         metadata: what stood in the file.
@@ -62,6 +62,7 @@ def record_faults(metadata: Any, *, extent: int, transforms: bool = False) -> li
     """
     if type(metadata) is not Metadata:
         return [_metadata_fault("", f"it holds {short(metadata)}, expected DCP's Metadata")]
+    # vars(), not attributes: a record was built without its class's constructor, and may lack any field.
     tensors = vars(metadata).get("state_dict_metadata")
     storage = vars(metadata).get("storage_data")
     faults = [*_planner_data_faults(metadata.planner_data, 16 * extent), *_storage_meta_faults(metadata)]
@@ -77,7 +78,7 @@ def record_faults(metadata: Any, *, extent: int, transforms: bool = False) -> li
 
 
 def holding_faults(metadata: Metadata, *, whole: bool = True) -> list[Fault]:
-    """Faults between sound records: chunks that do not cover their tensor once, or have no file.
+    """Find faults between sound records: chunks that do not cover their tensor once, or have no file.
 
     `whole`: the metadata describes full tensors (a rank that saves for itself describes its own chunks).
     """
@@ -96,7 +97,7 @@ def holding_faults(metadata: Metadata, *, whole: bool = True) -> list[Fault]:
 
 
 def length_faults(metadata: Metadata) -> dict[MetadataIndex, Fault]:
-    """Faults of the chunks with fewer bytes than a plain tensor of their size has."""
+    """Find chunks with fewer bytes than a plain tensor of their size has."""
     faults = {}
     for name, record in metadata.state_dict_metadata.items():
         if not isinstance(record, TensorStorageMetadata):
@@ -113,14 +114,15 @@ def length_faults(metadata: Metadata) -> dict[MetadataIndex, Fault]:
 
 
 def chunks_of(name: str, record: Any) -> dict[MetadataIndex, tuple[int, ...]]:
-    """The chunks of a sound entry, with their shapes; those of a byte entry are one, without dims."""
+    """Return the chunks of a sound entry, with their shapes; a byte entry is one chunk, without dims."""
     if type(record) is BytesStorageMetadata:
         return {MetadataIndex(name): ()}
     return {MetadataIndex(name, chunk.offsets): tuple(chunk.sizes) for chunk in record.chunks}
 
 
 def stored_chunk(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
-    """The chunk that an index names; its number is tried first, since there may be a chunk for each rank that saved."""
+    """Find the chunk that an index names; its number is tried first, since each rank that saved may have one."""
+    # The number is a hint of DCP's, and may be missing or of another list; offsets decide.
     at = index.index
     if at is not None and at < len(entry.chunks) and entry.chunks[at].offsets == index.offset:
         return entry.chunks[at]
@@ -140,7 +142,7 @@ def stored_chunks(
 
 
 def own_buffer(name: str, metadata: Metadata, dims: int, where: str = "the checkpoint") -> Tensor | None:
-    """An uninitialised uint8 tensor to read an entry into; None where the checkpoint has no such entry.
+    """Make an uninitialised uint8 tensor to read an entry into; None if the checkpoint has no such entry.
 
     Raises:
         ValueError: the entry is no uint8 tensor with so many dims, or claims to be larger than what is stored of it.
@@ -150,6 +152,7 @@ def own_buffer(name: str, metadata: Metadata, dims: int, where: str = "the check
         return None
     stored = [info for index, info in (metadata.storage_data or {}).items() if index.fqn == name]
     most = sum(getattr(info, "length", math.inf) for info in stored)
+    # Before memory is taken: stored bytes bound it, whatever size a damaged or hostile entry claims.
     fits = len(entry.size) == dims and min(entry.size, default=0) >= 0 and math.prod(entry.size) <= most
     if entry.properties.dtype != torch.uint8 or not fits:
         raise ValueError(
@@ -166,7 +169,7 @@ def own_buffer(name: str, metadata: Metadata, dims: int, where: str = "the check
 
 
 def is_stray_path(path: str) -> bool:
-    """Whether a relative path is empty, absolute, or leads outside, as POSIX or as Windows reads it."""
+    """Tell whether a relative path is empty, absolute, or leads outside, as POSIX or as Windows reads it."""
     views: tuple[PurePath, ...] = (PurePosixPath(path), PureWindowsPath(path))
     return (
         "\0" in path
@@ -180,11 +183,12 @@ def _metadata_fault(entry: str, message: str) -> Fault:
 
 
 def _is_complete(record: Any, kind: type) -> bool:
-    """Whether this is a record of that class with the fields that have no default."""
+    """Tell whether this is a record of that class with the fields that have no default."""
     return type(record) is kind and all(hasattr(record, field) for field in FIELDS[kind])
 
 
 def _is_count(value: Any) -> bool:
+    # Not isinstance: True is an int, and would pass for a size of 1.
     return type(value) is int and 0 <= value <= LARGEST
 
 
@@ -193,7 +197,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _are_strides(value: Any) -> bool:
-    """Whether torch may have stored this as strides of a tensor, which it does from 2.15 on. Nothing reads them."""
+    """Tell whether torch may have stored this as strides of a tensor, as it does from 2.15 on. Nothing reads them."""
     return value is None or (isinstance(value, tuple) and all(type(step) is int for step in value))
 
 
@@ -218,7 +222,7 @@ def _storage_meta_faults(metadata: Metadata) -> Iterator[Fault]:
 
 
 def _planner_data_faults(data: Any, most: int) -> Iterator[Fault]:
-    """Planner data must be a tree of plain values: at most `most` of them, with shared branches unfolded."""
+    """Find faults of planner data: it must be a tree of at most `most` plain values, with shared branches unfolded."""
     known: dict[int, tuple[int, int]] = {}  # id -> (values below, levels below)
 
     def weigh(value: Any, depth: int) -> tuple[int, int]:
@@ -226,6 +230,8 @@ def _planner_data_faults(data: Any, most: int) -> Iterator[Fault]:
             return 1, 0
         if type(value) not in (dict, list, tuple):
             raise ValueError(f"a {type(value).__name__}, expected plain values")
+        # A few bytes can name one list a thousand times, and nest that: each list is weighed once, and counted each
+        # time. Whoever walks over the data later walks over all of that.
         weight, height = known.get(id(value), (0, 0))
         if not weight and depth <= DEEPEST:
             below = [weigh(item, depth + 1) for item in (value.values() if type(value) is dict else value)]
@@ -244,7 +250,7 @@ def _planner_data_faults(data: Any, most: int) -> Iterator[Fault]:
 
 
 def _path_faults(data: Any, tensors: Mapping[Any, Any]) -> Iterator[Fault]:
-    """Where planner data has something of an entry's name, that is its path in the nested state dict."""
+    """Find faults of paths: what planner data has under an entry's name is its path in the nested state dict."""
     for name, path in data.items() if type(data) is dict else ():
         if name in tensors and type(path) not in (list, tuple):
             message = f"its path in planner_data is {short(path)}, expected a sequence of keys"
@@ -318,7 +324,8 @@ def _storage_faults(index: Any, info: Any, stray: dict[str, bool], *, transforms
         yield Fault(info.relative_path, chunk_in_words(index), message)
     elif info.transform_descriptors:
         given = info.transform_descriptors
-        if type(given) in (list, tuple) and is_marked(info):  # as what changed since a base, which we read
+        # A mark says that the chunk is stored as what changed since a base: that is read without a registry.
+        if type(given) in (list, tuple) and is_marked(info):
             given = unmarked(info).transform_descriptors or []
             transforms = transforms or not given
         if type(given) not in (list, tuple) or any(type(word) is not str for word in given) or not transforms:

@@ -1,4 +1,4 @@
-"""What a checkpoint's `.metadata` may name, and what each name stands for when the file is read.
+"""The names that a checkpoint's `.metadata` may hold, and what each of them stands for when the file is read.
 
 These are DCP's records, torch's dtypes, and the four kinds of calls that pickling them takes. Nothing else can be
 reached from the file. A name selects something in this module; the module that it names is not imported.
@@ -43,7 +43,7 @@ MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_f
 
 
 class Function:
-    """What REDUCE may call: a function of this file."""
+    """A function that REDUCE may call."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
@@ -70,7 +70,7 @@ def _memory_format(code: Any) -> torch.memory_format:
 
 
 def _path_of(flavour: type[PurePath]) -> Function:
-    """A path as a value: PosixPath and WindowsPath exist on one system only, and nothing here touches a file."""
+    """Make paths as values: PosixPath and WindowsPath exist on one system only, and nothing here touches a file."""
 
     def path(*parts: Any) -> PurePath:
         if len(parts) > MOST_PATH_PARTS or any(type(part) is not str for part in parts):

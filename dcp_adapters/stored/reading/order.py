@@ -1,4 +1,4 @@
-"""The order in which a load reads: DCP does not let planners set it, but read items can (torch_private.py says how).
+"""Set the order in which a load reads: DCP lets no planner do so, but read items can (torch_private.py says how).
 
 Every file is probed before any tensor is touched, and the items of one conversion are read together rather than file by
 file, so that one conversion is finished before the next needs memory. For this, items with paths of their own are added
@@ -22,7 +22,7 @@ from dcp_adapters.torch_private import Alias, OwnPath
 PROBE = "qtensor.probe"
 ORDERED = "qtensor.ordered"
 REBUILT = "qtensor.rebuilt"  # the bytes that stand for a chunk in a delta, see rebuilding.py
-# Names that this module and rebuilding.py add to the storage data; what a reader keeps may have some of earlier loads.
+# Names that this module and rebuilding.py add to the storage data. A reader may keep that, with those of earlier loads.
 OWN = frozenset({PROBE, ORDERED, REBUILT})
 # With at most this many stored chunks each rank probes every file, so that all ranks stop before writing; with more it
 # probes only the files it reads (opening every file on each of thousands of ranks would cost more than it protects).
@@ -30,17 +30,17 @@ PROBE_ALL_BELOW = 100_000
 
 
 def is_probe(item: ReadItem) -> bool:
-    """Whether it is one of `probe_items`."""
+    """Tell whether an item is one of `probe_items`."""
     return item.storage_index.fqn == PROBE
 
 
 def original_index(index: MetadataIndex) -> MetadataIndex:
-    """The index of the stored chunk, behind an alias."""
+    """Return the index of the stored chunk, behind an alias."""
     return index.original if isinstance(index, Alias) and index.original is not None else index
 
 
 def group_after_group(groups: Sequence[Sequence[ReadItem]], metadata: Metadata) -> list[ReadItem]:
-    """The items of all groups, such that a reader reads group after group, each file of a group once."""
+    """List the items of all groups, such that a reader reads group after group, each file of a group once."""
     stored = metadata.storage_data
     if not has_files(stored):
         return [item for group in groups for item in group]
@@ -50,6 +50,8 @@ def group_after_group(groups: Sequence[Sequence[ReadItem]], metadata: Metadata) 
         for item in group:
             info = stored[item.storage_index]
             file = str(info.relative_path)
+            # Stock's reader collects the items of one path. A path that equals only itself makes a file of a group one
+            # that the reader has not seen before, to be read when its turn comes.
             if file not in paths:
                 paths[file] = OwnPath.of(file)
             alias = Alias(ORDERED, torch.Size([len(out)]), original=item.storage_index)
@@ -59,7 +61,7 @@ def group_after_group(groups: Sequence[Sequence[ReadItem]], metadata: Metadata) 
 
 
 def probe_items(metadata: Metadata, plan: LoadPlan, look: Callable[..., None]) -> list[ReadItem]:
-    """One-byte reads at the end of every file; none for readers that keep no files.
+    """Make one-byte reads at the end of every file; none for readers that keep no files.
 
     `look` is called before a file is opened, if the reader joins paths as `OwnPath` needs it: with the file's path, and
     the place of the last chunk in it.
@@ -83,6 +85,7 @@ def probe_items(metadata: Metadata, plan: LoadPlan, look: Callable[..., None]) -
             "offset": info.offset + info.length - 1,
             "length": 1,
         }
+        # One byte of a compressed chunk can not be unpacked.
         if hasattr(info, "transform_descriptors"):
             changes["transform_descriptors"] = None
         stored[index] = dataclasses.replace(info, **changes)
@@ -92,13 +95,13 @@ def probe_items(metadata: Metadata, plan: LoadPlan, look: Callable[..., None]) -
 
 
 def has_files(stored: Any) -> bool:
-    """Whether the storage data says where in which file each chunk lies; a reader's records are all of one kind."""
+    """Tell whether storage data says where in which file each chunk lies; a reader's records are all of one kind."""
     record = next(iter(stored.values()), None) if isinstance(stored, dict) else None
     return hasattr(record, "relative_path") and hasattr(record, "length")
 
 
 def chunks_by_file(metadata: Metadata, plan: LoadPlan) -> dict[str, list[tuple[MetadataIndex, Any]]]:
-    """The tensor chunks that a plan's items read, with their places, by file; empty where the storage has no files."""
+    """Return the tensor chunks that a plan reads, with their places, by file; empty if the storage has no files."""
     stored = metadata.storage_data
     files: defaultdict[str, list[tuple[MetadataIndex, Any]]] = defaultdict(list)
     for item in plan.items if has_files(stored) else []:

@@ -1,4 +1,4 @@
-"""Where metadata says that chunks are stored, whether the files there can hold them, and whether they do.
+"""Check the places where metadata says that chunks are stored: can the files there hold them, and do they?
 
     file_faults      all files, for a reader that looks at its directory itself
     check_ordinary   one file, before DCP's reader opens it: opening a fifo would wait for a writer
@@ -26,10 +26,11 @@ THIS_RANK = "This rank has loaded nothing, others may have; use another checkpoi
 
 
 def shared_places(places: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """Chunks that are stored in bytes of another one: (the number of its place, that of the other, the first byte)."""
+    """Yield chunks that are stored in bytes of another: (number of its place, that of the other, the first byte)."""
     spans = sorted(
         [(info.relative_path, info.offset, info.offset + info.length, number) for number, info in enumerate(places)]
     )
+    # Sorted by start, it is enough to know who reached farthest so far.
     file, reached, before = None, 0, -1
     for path, start, end, number in spans:
         if path != file:
@@ -41,7 +42,7 @@ def shared_places(places: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
 
 
 def file_faults(directory: str | os.PathLike[str], storage: Mapping[MetadataIndex, Any]) -> list[Fault]:
-    """Faults of the files that sound metadata names: outside of the directory, no ordinary file, too short, shared.
+    """Find faults of the files that sound metadata names: outside of the directory, not ordinary, too short, shared.
 
     A missing file is no fault here; reading it raises an error.
     """
@@ -65,14 +66,15 @@ def file_faults(directory: str | os.PathLike[str], storage: Mapping[MetadataInde
 
 
 def sharing_message(start: int, other: MetadataIndex) -> str:
-    """What is wrong with a chunk that is stored in bytes of another."""
+    """Say what is wrong with a chunk that is stored in bytes of another."""
     return f"it shares bytes from {start} on with {chunk_in_words(other)}"
 
 
 def look_at(directory: str | os.PathLike[str], name: str) -> int | Fault | None:
-    """Length of a file of the checkpoint, or what is wrong with it; None where there is none."""
+    """Return the length of a file of the checkpoint, or what is wrong with it; None if there is none."""
     root, path = Path(directory).resolve(), Path(directory, name)
     try:
+        # A name without ".." may still be a link that leads out.
         if not path.resolve().is_relative_to(root):
             return Fault(name, "", f"it is a link to {path.resolve()}, outside of the checkpoint")
         found = path.stat()
@@ -84,12 +86,12 @@ def look_at(directory: str | os.PathLike[str], name: str) -> int | Fault | None:
 
 
 def cut_off_fault(file: str, index: MetadataIndex, end: int, size: int) -> Fault:
-    """The fault of a chunk that ends beyond the end of its file."""
+    """Make the fault of a chunk that ends beyond the end of its file."""
     return Fault(file, chunk_in_words(index), f"the file has {size} bytes, and this chunk ends at {end}: it is cut off")
 
 
 def check_ordinary(path: Path) -> int | None:
-    """The length of a file in bytes; None where it is missing, which reading it reports.
+    """Return the length of a file in bytes; None if it is missing, which reading it reports.
 
     Raises:
         ValueError: it is no ordinary file.
@@ -107,7 +109,7 @@ def check_archives(path: Path, chunks: Mapping[MetadataIndex, Any], metadata: Me
     """Look into the archives of tensor chunks, given with their places in the file.
 
     Raises:
-        ValueError: one cannot be read, or holds something else than the metadata says.
+        ValueError: one cannot be read, or does not hold what the metadata says.
     """
     known, said = Headers(), stored_chunks(metadata, chunks)
     with path.open("rb", buffering=0) as stream:
@@ -122,23 +124,25 @@ def check_archives(path: Path, chunks: Mapping[MetadataIndex, Any], metadata: Me
 
 
 def contradiction(held: tuple[torch.dtype, tuple[int, ...]], dtype: torch.dtype, shape: Sequence[int]) -> str | None:
-    """What is wrong with what a file holds of a chunk, whose dtype and shape metadata say; None where nothing is."""
+    """Say what is wrong with the dtype and shape that a file holds of a chunk; None if metadata says the same."""
     said = dtype, tuple(shape)
     return None if held == said else f"the file holds {held[0]} {held[1]}, {METADATA} says {said[0]} {said[1]}"
 
 
 def unreadable_message(path: Path, index: MetadataIndex, error: BaseException, state: str) -> str:
-    """What to say of a chunk that could not be read; `state`: what has become of the target, and what to do."""
+    """Word the error of a chunk that could not be read; `state`: what has become of the target, and what to do."""
     return f"{path}: {chunk_in_words(index)}: it can not be read: {type(error).__name__}: {error}. {state}"
 
 
 def _dtype_and_shape(
     path: Path, index: MetadataIndex, stream: IO[bytes], info: Any, known: Headers
 ) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Dtype and shape of what an archive holds."""
+    """Find dtype and shape of what an archive holds."""
     try:
         header = known.read(stream, info.offset, info.length, "its archive")
-    except ValueError:  # a tensor of another class, perhaps, whose archive only torch understands
+    # A tensor of another library's class, perhaps. Its archive is built here to be judged, by the unpickler that DCP's
+    # reader uses, and dropped: an archive that only fails later would leave the target half loaded.
+    except ValueError:
         chunk = FileSlice(stream, info.offset, info.length)
         try:
             value = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""What DCP writes into `.metadata`, read without the ability to run anything.
+"""Read what DCP writes into `.metadata`, without the ability to run anything.
 
 `.metadata` is a pickle, and a pickle is a program. Restricting what a general unpickler may import is not enough: with
 harmless names alone a few bytes can reserve gigabytes (a memo index of 2^32), copy one list a million times, hash a
@@ -13,8 +13,8 @@ for the few operations that pickling DCP's records needs:
 Anything else stops it. Memory and time stay proportional to the bytes read. What comes out has the right types of
 records, but not yet sensible contents: see metadata_checks.py.
 
-Records of another version of torch are read, too. A field that the running torch does not know is left out where its
-value is plain, and refused where it is not; a field that the file does not hold has torch's default.
+Records of another version of torch are read, too. A field that the running torch does not know is left out if its
+value is plain, and refused if it is not; a field that the file does not hold has torch's default.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def read_plain(
     names: Mapping[tuple[str, str], Any] = NAMES,
     storage: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The one object pickled in `data`.
+    """Read the one object that is pickled in `data`.
 
     Args:
         data: the whole pickle.
@@ -201,6 +201,7 @@ class _Machine:
         if type(target) is not dict or len(items) % 2:
             raise ValueError("items for something that is no dict")
         pairs = iter(items)
+        # Only these hash in a time that their bytes explain: a nest of tuples that name each other hashes for ever.
         for key, value in zip(pairs, pairs, strict=True):
             if type(key) is not str and not _is_index(key):
                 raise ValueError("a dict whose keys are neither strings nor MetadataIndex")
@@ -244,7 +245,8 @@ class _Machine:
 
     def reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
-        if function is Metadata and type(arguments) is tuple and len(arguments) == 1:  # as QuantizedSavePlanner's is
+        # As the metadata of QuantizedSavePlanner is pickled (torch_private.Committed).
+        if function is Metadata and type(arguments) is tuple and len(arguments) == 1:
             self.stack.append(object.__new__(Metadata))
             vars(self.stack[-1])["state_dict_metadata"] = arguments[0]
             return
@@ -262,12 +264,15 @@ class _Machine:
         if kind not in FIELDS:
             raise ValueError("fields for something that is no record of DCP")
         known = KNOWN_FIELDS[kind]
-        if type(state) in (tuple, dict) and len(state) > len(known) + MOST_UNKNOWN:  # before anything walks over them
+        # Before anything walks over them: one long dict may be given to a million records.
+        if type(state) in (tuple, dict) and len(state) > len(known) + MOST_UNKNOWN:
             raise ValueError(f"a {kind.__name__} with more than {MOST_UNKNOWN} fields that this torch does not know")
+        # TensorProperties pickles its fields as a tuple, to which later torch appends.
         if kind is TensorProperties and type(state) is tuple and len(state) >= len(FIELDS[kind]):
             names = [*known, *(f"the {at + 1}th" for at in range(len(known), len(state)))]
             state = dict(zip(names, state, strict=False))
-        if type(state) is not dict or (kind is MetadataIndex and vars(record)):  # which may be a key already
+        # An index with fields may be a key already, and a dict is lost whose keys change their hashes.
+        if type(state) is not dict or (kind is MetadataIndex and vars(record)):
             raise ValueError(f"a {kind.__name__} whose fields are no dict, or are given twice")
         unknown = [name for name in state if name not in known]
         for name in unknown:
@@ -283,7 +288,7 @@ class _Machine:
 
 
 def _text(data: bytes) -> str:
-    """A string as pickle writes it: a path may hold bytes that are no UTF-8, which Python has as lone surrogates."""
+    """Decode a string as pickle writes it: a path may hold bytes that are no UTF-8, in Python lone surrogates."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -293,7 +298,7 @@ def _text(data: bytes) -> str:
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """Torch's defaults for fields that a file may leave out: those that not every torch from 2.11 on has."""
+    """Return torch's defaults for fields that a file may leave out: those that not every torch from 2.11 on has."""
     return {
         name: field.default
         for name, field in KNOWN_FIELDS[kind].items()
@@ -305,7 +310,7 @@ DEFAULTS = {kind: _defaults(kind) for kind in FIELDS}
 
 
 def _is_small_and_flat(value: Any) -> bool:
-    """Whether this is a value without contents, or a short flat sequence or dict of such values."""
+    """Tell whether this is a value without contents, or a short flat sequence or dict of such values."""
     if type(value) in (tuple, list, dict) and len(value) > MOST_DIMS:
         return False
     if type(value) in (tuple, list):
@@ -316,7 +321,7 @@ def _is_small_and_flat(value: Any) -> bool:
 
 
 def _is_index(key: Any) -> bool:
-    """Whether this is a MetadataIndex that can be hashed."""
+    """Tell whether this is a MetadataIndex that can be hashed."""
     return (
         type(key) is MetadataIndex
         and type(vars(key).get("fqn")) is str
@@ -334,13 +339,12 @@ STEPS: dict[int, Callable[[_Machine], None]] = {
     for code, step in {
         "N": _pushes(lambda: None), "\x88": _pushes(lambda: True), "\x89": _pushes(lambda: False), ")": _pushes(tuple),
         "]": _pushes(list), "}": _pushes(dict), "\x80": _Machine.protocol, "\x95": _Machine.frame, "K": _Machine.int1,
-        "M": _Machine.int2, "J": _Machine.int4, "\x8a": _Machine.long1,
-        "G": _Machine.float8, "\x8c": _Machine.short_text, "X": _Machine.text, "\x94": _Machine.memoize,
+        "M": _Machine.int2, "J": _Machine.int4, "\x8a": _Machine.long1, "G": _Machine.float8,
+        "\x8c": _Machine.short_text, "X": _Machine.text, "\x94": _Machine.memoize,
         "h": _Machine.get1, "j": _Machine.get4, "q": _Machine.put1, "r": _Machine.put4, "(": _Machine.mark,
-        "t": _Machine.tuple_, "\x85": _Machine.tuple1, "\x86": _Machine.tuple2,
-        "\x87": _Machine.tuple3, "a": _Machine.append,
-        "e": _Machine.appends, "s": _Machine.set_item, "u": _Machine.set_items, "\x93": _Machine.stack_global,
-        "c": _Machine.global_, "i": _Machine.instance, "\x81": _Machine.new, "R": _Machine.reduce,
-        "b": _Machine.build, "Q": _Machine.persistent,
+        "t": _Machine.tuple_, "\x85": _Machine.tuple1, "\x86": _Machine.tuple2, "\x87": _Machine.tuple3,
+        "a": _Machine.append, "e": _Machine.appends, "s": _Machine.set_item, "u": _Machine.set_items,
+        "\x93": _Machine.stack_global, "c": _Machine.global_, "i": _Machine.instance, "\x81": _Machine.new,
+        "R": _Machine.reduce, "b": _Machine.build, "Q": _Machine.persistent,
     }.items()
 }  # fmt: skip

@@ -1,11 +1,11 @@
-"""Asks the kernel for the bytes of a load before they are read, so that Python and the disk work at the same time.
+"""Ask the kernel for the bytes of a load before they are read, so that Python and the disk work at the same time.
 
 A load looks at both ends of every chunk, then reads the chunks. Each of these reads would wait for the disk, which then
 waits for the next one. So `WINDOW` bytes are asked for before the first look; whenever some have been read, as many
 more are asked for. The ends of chunks that lie beyond the window, or of which only some rows are wanted, are asked for
 at the beginning, too.
 
-These are hints. Where a system takes none, or a file cannot be opened, reading is as it was and says what is wrong.
+These are hints. If a system takes none, or a file cannot be opened, reading is as it was and says what is wrong.
 """
 
 import os
@@ -22,7 +22,7 @@ END = 4096  # bytes at either end of a chunk that say what it holds; they are a 
 
 @dataclass(frozen=True)
 class Need:
-    """What is read of a chunk: the chunk's place in a file, and the bytes from `first` to `last` of the file."""
+    """A chunk to be read: its place in a file, and the bytes from `first` to `last` of the file that are read."""
 
     path: str
     offset: int
@@ -32,9 +32,9 @@ class Need:
 
     @staticmethod
     def of(path: str, offset: int, length: int, rows: tuple[int, int, int] | None) -> "Need":
-        """All of a chunk, or `rows`: the first one wanted, the one behind the last, and how many the chunk has.
+        """Need all of a chunk, or `rows`: the first one wanted, the one behind the last, and how many the chunk has.
 
-        Which bytes rows take is told without looking at the chunk, so it is a few kilobytes too much.
+        The bytes of rows are guessed without a look at the chunk, so they are a few kilobytes too many.
         """
         if rows is None or rows[2] < 1:
             return Need(path, offset, length, offset, offset + length)
@@ -44,7 +44,7 @@ class Need:
 
     @property
     def count(self) -> int:
-        """Bytes that are read."""
+        """Count the bytes that are read."""
         return self.last - self.first
 
 
@@ -59,7 +59,7 @@ class Hint:
 
 
 def hints(needs: Sequence[Need]) -> Iterator[Hint]:
-    """Hints for all needs, in their order: of one STEP at most, or of small ones that follow each other closely."""
+    """Yield hints for all needs, in their order: of one STEP at most; small ones that lie close together are one."""
     held: Hint | None = None
     for need in needs:
         for begin in range(need.first, need.last, STEP):
@@ -100,7 +100,7 @@ class ReadAhead:
         self._close()
 
     def has_read(self, count: int) -> None:
-        """So many bytes of the needs have been read: ask for as many more."""
+        """Take note that so many bytes of the needs have been read: ask for as many more."""
         self._ahead -= count
         while self._ahead < WINDOW and (hint := next(self._hints, None)) is not None:
             self._ahead += hint.count

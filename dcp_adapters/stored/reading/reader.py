@@ -1,7 +1,7 @@
 """SafeFileSystemReader: DCP checkpoints from strangers.
 
 Stock FileSystemReader unpickles `.metadata`, so whoever wrote the file runs code in the process that reads it. This one
-differs in two places and reads the same checkpoints otherwise:
+differs in two places, and reads the same checkpoints:
 
     read_metadata   interprets the few records DCP writes (plain_pickle.py), then checks that they make sense
                     (metadata_checks.py) before anything uses them
@@ -61,7 +61,7 @@ class SafeFileSystemReader(FileSystemReader):
     Args:
         path: the checkpoint's directory.
         _extension_registry: as stock's. Chunks that were transformed (compressed) when they were saved are read only
-            where it is given: their size is not known before they are unpacked.
+            if it is given: their size is not known before they are unpacked.
 
     Raises:
         FileNotFoundError: there is no `.metadata`, so the directory is no checkpoint or one whose saving never
@@ -84,12 +84,14 @@ class SafeFileSystemReader(FileSystemReader):
         self._unread: Exception | None = None  # why the metadata of all ranks could not be read
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata, sound in itself and in the files it names.
+        """Read the checkpoint's metadata, sound in itself and in the files it names.
 
         Args:
             *args: unused.
             **kwargs: `rank`: read the metadata which that rank saved for itself alone.
         """
+        # dcp.load catches an error of this call, asks again for the metadata of the rank alone, and would then complain
+        # of that. So the second call hands on the first one's error, which is raised when the metadata is used.
         rank = kwargs.get("rank")
         try:
             return self._sound_metadata(rank)
@@ -127,7 +129,8 @@ class SafeFileSystemReader(FileSystemReader):
         with log_work(LOG, "reading %d pieces from %s", len(plan.items), self.path), tell_failures(planner):
             placed = [(item, self.storage_data[item.storage_index]) for item in plan.items]
             per_path: dict[str, list[Placed]] = {}
-            for item, info in placed:  # as stock groups them: probes and conversions count on it
+            # As stock groups them: probes and conversions have paths of their own for that (order.py).
+            for item, info in placed:
                 per_path.setdefault(info.relative_path, []).append((item, info))
             for items in per_path.values():
                 items.sort(key=lambda one: one[1].offset)  # as the file lies
@@ -145,7 +148,7 @@ class SafeFileSystemReader(FileSystemReader):
         return future
 
     def _needs(self, items: list["Placed"]) -> Iterator[Need]:
-        """What is read of one file, for items in their order."""
+        """Yield what is read of one file, for items in their order."""
         path = str(Path(self.path, str(items[0][1].relative_path)))
         for item, info in items:
             rows = None
@@ -159,7 +162,7 @@ class SafeFileSystemReader(FileSystemReader):
     def _read(
         self, items: list["Placed"], headers: Mapping["Place", Header], planner: LoadPlanner
     ) -> Iterator[ReadItem]:
-        """Read items of one file, in their order; yields each when it has been read."""
+        """Read items of one file, in their order; yield each when it has been read."""
         name = str(items[0][1].relative_path)
         path = Path(self.path, name)
         with path.open("rb", buffering=0) as stream:
@@ -167,6 +170,7 @@ class SafeFileSystemReader(FileSystemReader):
                 header = headers.get((name, info.offset, info.length))
                 if item.type is LoadItemType.BYTE_IO:
                     super().read_data(LoadPlan([item]), planner)
+                # Transformed, or not contiguous: stock's reader unpacks it. Its errors are those of zip and pickle.
                 elif header is None or header.first is None:
                     try:
                         super().read_data(LoadPlan([item]), planner)
@@ -200,7 +204,7 @@ class SafeFileSystemReader(FileSystemReader):
         """Look into every tensor's archive that will be read, once each, before anything is loaded."""
         headers: dict[Place, Header] = {}
         wanted: dict[str, dict[tuple[int, int], MetadataIndex]] = {}
-        # probes last, so that an error names a tensor
+        # Probes last, so that an error names a tensor.
         for item, info in sorted(placed, key=lambda one: one[0].storage_index.fqn == PROBE):
             index = original_index(item.storage_index)
             name = str(info.relative_path)
@@ -225,7 +229,7 @@ class SafeFileSystemReader(FileSystemReader):
 
 
 def _stray_faults(metadata: Metadata) -> list[Fault]:
-    """Chunks of entries that are not there: a load would be without them, and say nothing."""
+    """Find chunks of entries that are not there: a load would be without them, and say nothing."""
     records, message = metadata.state_dict_metadata, "bytes are stored for a chunk that no tensor has"
     indices = metadata.storage_data or {}
     return [Fault(METADATA, chunk_in_words(index), message) for index in indices if index.fqn not in records]
@@ -233,13 +237,14 @@ def _stray_faults(metadata: Metadata) -> list[Fault]:
 
 @contextmanager
 def tell_failures(planner: LoadPlanner) -> Iterator[None]:
-    """A block that reads: an error is first passed to the planner's `read_failed(error)`, if it has that method.
+    """Pass an error of the block to the planner's `read_failed(error)`, if it has that method, before it is raised.
 
-    Other ranks may be waiting for this one.
+    Other ranks may be waiting for this one, and the planner is what can tell them.
     """
     try:
         yield
-    except BaseException as error:  # CheckpointException is none of Exception's
+    # DCP's CheckpointException is a BaseException, and no Exception.
+    except BaseException as error:
         failed = getattr(planner, "read_failed", None)
         if failed is not None:
             failed(error)
@@ -247,19 +252,20 @@ def tell_failures(planner: LoadPlanner) -> Iterator[None]:
 
 
 def _read_error(path: Path, item: ReadItem, error: Exception) -> Exception:
-    """The error of a chunk that could not be read: which one, and what has become of the target."""
+    """Make the error of a chunk that could not be read: which one, and what has become of the target."""
     state = "Some tensors of the target may be loaded already: load another checkpoint"
     kind = OSError if isinstance(error, OSError) else EOFError if isinstance(error, EOFError) else ValueError
     return kind(unreadable_message(path, original_index(item.storage_index), error, state))
 
 
 def read_metadata_file(file: Path, *, transforms: bool = False) -> tuple[Any, list[Fault]]:
-    """What the file holds, and the faults of its records; what it holds is sound only where there are none.
+    """Return what the file holds, and the faults of its records; what it holds is sound only if there are none.
 
     Raises:
         FileNotFoundError: it is not there.
         ValueError: it is no ordinary file, or holds anything but DCP's records.
     """
+    # To open a fifo would wait for a writer.
     if not stat.S_ISREG(file.stat().st_mode):
         raise ValueError(f"{file}: no ordinary file; use another checkpoint")
     data = file.read_bytes()

@@ -1,4 +1,4 @@
-"""Read items of chunks that are stored as what changed since a base: read for, rebuilt, and handed on.
+"""Rebuild chunks that are stored as what changed since a base, and hand them on to the read items that want them.
 
     plan          all items of such a chunk are replaced by one, which reads what is stored for the chunk
     load_bytes    the whole chunk is rebuilt from that and the base, and compared with its checksum; only then each
@@ -31,7 +31,7 @@ WRITTEN = "Some tensors of the target may be loaded already"
 
 
 class Rebuilding:
-    """What one reader of a checkpoint needs for its marked chunks; nothing where it is a full one.
+    """Rebuilds the marked chunks for one reader of a checkpoint; does nothing for a full one.
 
     Args:
         link: to the base; None for a full checkpoint.
@@ -45,7 +45,7 @@ class Rebuilding:
         self._waiting: dict[MetadataIndex, tuple[MetadataIndex, list[ReadItem]]] = {}  # by destination
 
     def replace_items(self, items: Sequence[ReadItem]) -> list[ReadItem]:
-        """The items to read in place of these, in their order.
+        """Return the items to read in place of these, in their order.
 
         Raises:
             ValueError: a chunk is marked that may not be.
@@ -60,6 +60,7 @@ class Rebuilding:
             if item.type is LoadItemType.BYTE_IO or not is_marked(stored.get(index)):
                 out.append(item)
                 continue
+            # A full checkpoint has no base. The manifest and the checksums are what rebuilding needs: they come first.
             if self.link is None or index.fqn in (MANIFEST, CHECKSUMS):
                 raise ValueError(
                     f"{index.fqn} is stored as what changed since a base, which the manifest does not name; the "
@@ -72,6 +73,8 @@ class Rebuilding:
         return out
 
     def _item(self, index: MetadataIndex, items: list[ReadItem]) -> ReadItem:
+        # A byte item: readers hand its bytes to the planner as they are, and unpickle nothing. Several items may want
+        # pieces of one chunk, which is rebuilt once.
         stored, zero = self.metadata.storage_data, torch.Size([0])
         number = torch.Size([next(self._numbers)])
         alias, into = Alias(REBUILT, number, original=index), MetadataIndex(REBUILT, number)
@@ -81,11 +84,11 @@ class Rebuilding:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a chunk has to be rebuilt and the base has not been opened."""
+        """Tell whether a chunk has to be rebuilt and the base has not been opened."""
         return bool(self._waiting) and self.base is None
 
     def open(self, directory: Path) -> None:
-        """Find the base of the checkpoint in `directory`, once, where a chunk has to be rebuilt. Raises as Base.of."""
+        """Find the base of the checkpoint in `directory`, once, if a chunk has to be rebuilt. Raises as Base.of."""
         if self.is_needed:
             assert self.link is not None
             self.base = Base.of(self.link, directory)
@@ -99,6 +102,7 @@ class Rebuilding:
     def pieces(self, item: ReadItem, value: io.BytesIO, checksum: bytes | None) -> Iterator[tuple[ReadItem, Tensor]]:
         """Yield the items that an own item replaces, each with its piece of the chunk. Raises as Base.rebuild."""
         index, items = self._waiting.pop(item.dest_index)
+        # A reader may keep its storage data for the next load, and that load would count these among the chunks.
         self.metadata.storage_data.pop(Alias(REBUILT, item.dest_index.offset), None)
         assert self.base is not None
         try:
@@ -115,5 +119,5 @@ class Rebuilding:
             yield each, piece
 
     def chunk_of(self, item: ReadItem) -> MetadataIndex:
-        """The chunk that an own item is for."""
+        """Return the chunk that an own item is for."""
         return self._waiting[item.dest_index][0]

@@ -1,4 +1,4 @@
-"""What the archive of a stored tensor says it holds, before its elements are read.
+"""Read what the archive of a stored tensor says it holds, before its elements are read.
 
 A chunk is what torch.save writes: a zip file with a small pickle that describes the tensor, and its bytes as a record.
 torch.load(weights_only=True) runs nothing, but it unpacks compressed records and builds whatever the pickle describes.
@@ -79,11 +79,11 @@ class FileSlice(io.RawIOBase):
         self.stream, self.start, self.length, self.at = stream, offset, length, 0
 
     def readable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -95,7 +95,7 @@ class FileSlice(io.RawIOBase):
         return self.at
 
     def read(self, size: int | None = -1) -> bytes:
-        """At most `size` bytes from the position, without making room for more than there are."""
+        """Read at most `size` bytes from the position, without making room for more than there are."""
         left = max(0, self.length - self.at)
         return super().read(left if size is None or size < 0 else min(size, left)) or b""
 
@@ -104,7 +104,8 @@ class FileSlice(io.RawIOBase):
         room = memoryview(buffer)[: max(0, self.length - self.at)]
         self.stream.seek(self.start + self.at)
         filled = 0
-        while filled < len(room):  # a file without a buffer may give less than it is asked for
+        # A file without a buffer may give less than it is asked for.
+        while filled < len(room):
             count: int = self.stream.readinto(room[filled:])  # type: ignore[attr-defined]
             if not count:
                 break
@@ -125,7 +126,8 @@ def read_header(chunk: FileSlice, what: str, described: dict[bytes, Header] | No
             records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
             _check_records(archive.infolist(), records, chunk.length)
             data, order = _contents(archive, records["data.pkl"]), _contents(archive, records.get("byteorder"))
-            if order not in (b"", sys.byteorder.encode()):  # torch.load would turn the bytes around
+            # torch.load would turn the bytes around; direct reads take them as they are.
+            if order not in (b"", sys.byteorder.encode()):
                 raise ValueError(f"its bytes are in the order {order[:20]!r}, expected {sys.byteorder.encode()!r}")
     except Exception as error:  # damaged archives raise errors of all kinds
         kind = "" if type(error) in (ValueError, zipfile.BadZipFile) else f"{type(error).__name__}: "
@@ -219,7 +221,7 @@ def _has(stream: IO[bytes], offset: int, reads: Reads) -> bool:
 
 
 def record_start(chunk: FileSlice, record: zipfile.ZipInfo) -> int:
-    """Where in a chunk an uncompressed record's bytes begin.
+    """Find where in a chunk an uncompressed record's bytes begin.
 
     The directory of a zip file says where a record's header is; only the header itself says how long it is.
 
@@ -238,10 +240,11 @@ def record_start(chunk: FileSlice, record: zipfile.ZipInfo) -> int:
 
 
 def _contents(archive: zipfile.ZipFile, record: zipfile.ZipInfo | None) -> bytes:
-    """The bytes of a small record; b"" where there is none."""
+    """Read the bytes of a small record; b"" if there is none."""
     if record is None:
         return b""
-    if record.CRC == 0:  # torch.serialization.set_crc32_options(False) writes none
+    # torch.serialization.set_crc32_options(False) writes 0 for all of them, and zipfile would take that for damage.
+    if record.CRC == 0:
         record.CRC = None  # type: ignore[assignment] # zipfile then compares nothing
     return archive.read(record)
 
@@ -270,7 +273,7 @@ class _Storage:
 
 
 def _storage(reference: Any) -> _Storage:
-    """What a persistent id stands for: ("storage", class, record, device, number of elements)."""
+    """Parse a persistent id: ("storage", class, record, device, number of elements)."""
     if type(reference) is not tuple or len(reference) != 5 or reference[0] != "storage":
         raise ValueError("a persistent id that is no storage")
     _, kind, record, device, count = reference
@@ -282,7 +285,7 @@ def _storage(reference: Any) -> _Storage:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Header:
-    """Torch's _rebuild_tensor_v2 and _v3; only _v3 takes a dtype, after requires_grad and hooks."""
+    """Stand for torch's _rebuild_tensor_v2 and _v3; only _v3 takes a dtype, after requires_grad and hooks."""
     dtypes = [value for value in rest if isinstance(value, torch.dtype)]
     if type(storage) is not _Storage or type(shape) is not tuple or type(strides) is not tuple:
         raise ValueError("a tensor without storage, shape and strides")
@@ -291,6 +294,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> 
     dtype = dtypes[0] if dtypes else storage.dtype
     stored, elements = storage.count * storage.dtype.itemsize, math.prod(shape)
     last = offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    # `elements`, too: strides of 0 would make a tensor of any size from one element, and loads take memory for it.
     if elements and (max(last + 1, elements) * dtype.itemsize > stored):
         raise ValueError(f"a tensor of {elements} elements of {dtype} in a storage of {stored} bytes")
     marked = any(isinstance(value, dict) and value for value in rest)  # conjugate or negative bits
@@ -299,7 +303,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> 
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether elements follow each other in logical order; the stride of a dim of one element says nothing."""
+    """Tell whether elements follow each other in logical order; the stride of a dim of one element says nothing."""
     expected = 1
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
         if extent != 1 and stride != expected:
@@ -309,7 +313,7 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _refuse_hooks(*arguments: Any) -> dict[str, Any]:
-    """The OrderedDict of backward hooks, which is empty."""
+    """Stand for the OrderedDict of backward hooks, which must be empty."""
     if arguments:
         raise ValueError("backward hooks")
     return {}
