@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from fsdp_hooks.wrappers import module_named, plain_modules, without_replication
 from layerwise.algorithms.solvers.arithmetic import full_precision
 from layerwise.folding.folds import AMPLIFICATION, deviation, tolerance
-from layerwise.inputs.replaying.evaluating import evaluating
+from layerwise.inputs.replaying.evaluating import set_eval_mode
 from layerwise.rotating.choice import Axis, Chosen, RotationOptions, choose
 from layerwise.rotating.hadamard import Rotation, rotate_weight_
-from layerwise.rotating.online import named_linears
+from layerwise.rotating.online import find_linears
 from layerwise.rotating.plan import Norm, RotationPlan, norms_of, plan_rotations
-from layerwise.rotating.proof import norm_kind, prove, rotations
-from layerwise.rotating.tracing import Runs, look
+from layerwise.rotating.proof import find_norm_kind, make_rotations, prove
+from layerwise.rotating.tracing import Runs, trace_run
 from layerwise.rotating.written import note_written
 from qtensor.products.input_rotation import is_size, rotate_inputs_of
 
@@ -121,12 +121,12 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
     model = without_replication(model)
     chosen = choose(model, asked)
     device = next(iter(model.parameters())).device
-    with evaluating(model), full_precision(device), ExitStack() as undo:
+    with set_eval_mode(model), full_precision(device), ExitStack() as undo:
         if tied == "untie":
             _untie(model, chosen, undo)
         runs = Runs(model, batch)
-        plan = plan_rotations(model, chosen, look(runs, chosen.reads, norms_of(model, chosen)))
-        matrices = rotations(plan, block, seed)
+        plan = plan_rotations(model, chosen, trace_run(runs, chosen.reads, norms_of(model, chosen)))
+        matrices = make_rotations(plan, block, seed)
         norms = list(_norms(plan, chosen, matrices))
         copies = _copies(plan, norms)
         undo.callback(_restore, copies)  # also what an interrupt leaves between a change of signs and its note
@@ -174,7 +174,7 @@ def rotate_inputs_(model: nn.Module, online: Mapping[str, int]) -> dict[str, int
             raise ValueError(
                 f"rotate_inputs_: online= has {block!r} for {pattern!r}, which is no power of two from 2 on"
             )
-    found = list(named_linears("rotate_inputs_", dict(plain_modules(model)), online))
+    found = list(find_linears("rotate_inputs_", dict(plain_modules(model)), online))
     with ExitStack() as undo:
         for _, linear, block in found:
             undo.callback(rotate_inputs_of(linear, block))
@@ -186,7 +186,7 @@ def _norms(plan: RotationPlan, chosen: Chosen, matrices: Mapping[Axis, Rotation]
     """The norms whose gains are moved; all of them are checked."""
     for name, module in plan.norms.items():
         assert chosen.stream is not None
-        kind = norm_kind(name, module, matrices[chosen.stream])
+        kind = find_norm_kind(name, module, matrices[chosen.stream])
         weight = module._parameters["weight"]
         assert weight is not None
         if name in plan.folded:
@@ -241,8 +241,8 @@ def _write_back(plan: RotationPlan, matrices: Mapping[Axis, Rotation]) -> None:
         rotate_weight_(
             change.tensor,
             gain=None,
-            columns=None if change.columns is None else matrices[change.columns].inverted(),
-            rows=None if change.rows is None else matrices[change.rows].inverted(),
+            columns=None if change.columns is None else matrices[change.columns].invert(),
+            rows=None if change.rows is None else matrices[change.rows].invert(),
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dcp_adapters.digests.received import ReceivedSource
 from dcp_adapters.digests.shares import Shares
 from dcp_adapters.digests.stored import source_digests, stored_source
-from dcp_adapters.digests.summing import summed, tell_failure
+from dcp_adapters.digests.summing import sum_over_ranks, tell_failure
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.expand import entry_of
 from dcp_adapters.format.weight_sums import PartSum, tensor_digest, whole_digest
@@ -32,7 +32,7 @@ def digest(  # noqa: PLR0913 - options of one operation
     group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> str:
-    """One value for all weights: equal where all tensors have equal names, bytes, dtypes and shapes.
+    """Return one value for all weights: equal if all tensors have equal names, bytes, dtypes and shapes.
 
     It does not depend on the number of ranks, on how the weights are sharded, on the device, on the order of names, or
     on where the weights are: a model, its checkpoint and the directory that an engine loads have the same digest. A
@@ -45,12 +45,12 @@ def digest(  # noqa: PLR0913 - options of one operation
 
     Of a live model, a collective: one all-reduce for the whole model (two for more than about 4,000 tensors), and no
     tensor is gathered. What several ranks hold (replicas, scales that shards share) counts once, as the first of them
-    has it; whether the others have the same is not asked. Of a path, each rank reads for itself.
+    has it; whether the rest have the same is not asked. Of a path, each rank reads for itself.
 
     Args:
         weights: a module or a state dict, plain or sharded; the path of a checkpoint or of a directory of safetensors;
             with `config`, tensors that an engine or a stream received.
-        config: the content of the config.json that an export writes beside these tensors; {} where none is quantized.
+        config: the content of the config.json that an export writes beside these tensors; {} if none is quantized.
             `weights` is then a mapping from the names in the export's files to plain tensors on any device.
         like: a model or its state dict that a directory, or received tensors, are compared with. Weights of all experts
             that it has are put together from the experts' linears. A name that only a model (not its state dict) has
@@ -92,7 +92,7 @@ def tensor_digests(  # noqa: PLR0913 - those of digest
     group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> dict[str, str]:
-    """The digest of each tensor: name -> 32 hex digits, in the order of the model; arguments and errors as `digest`.
+    """Return the digest of each tensor: name -> 32 hex digits, in the order of the model; arguments as `digest`.
 
     Where two models' digests differ, the first entry that differs says which tensor does. A tensor's digest does not
     depend on its name.
@@ -122,11 +122,11 @@ def _digests(  # noqa: PLR0913 - those of digest
     if isinstance(weights, str | os.PathLike):
         if config is not None:
             raise TypeError(f"{caller}: config= goes with tensors in memory; a directory has a config.json of its own")
-        return _tied(source_digests(stored_source(weights, prefix, _wanted(like), architecture_of(like))), like)
+        return _add_tied(source_digests(stored_source(weights, prefix, _wanted(like), architecture_of(like))), like)
     if config is not None:
         if not isinstance(weights, Mapping) or prefix is not None:
             raise TypeError(f"{caller}: with config=, expected a mapping from names to plain tensors, and no prefix")
-        return _tied(source_digests(ReceivedSource(weights, config, _wanted(like), architecture_of(like))), like)
+        return _add_tied(source_digests(ReceivedSource(weights, config, _wanted(like), architecture_of(like))), like)
     if like is not None:
         raise TypeError(f"{caller}: like= goes with a directory or with config=; a live model has its own names")
     ranks = chosen_ranks(caller, group, no_dist=no_dist)
@@ -141,11 +141,12 @@ def _live_digests(caller: str, weights: Any, prefix: str | None, group: Ranks) -
             flat, prefix = flat_state(state_dict, prefix)
             tensors = live_tensors(under(prefix, flat, "the state dict"), what="a digest")
             shares = Shares(group).of(tensors)
+    # The other ranks are on their way into the all-reduce, and would wait there.
     except Exception:
         tell_failure(group)
         raise
     parts: dict[str, list[PartSum]] = {}
-    for share, total in zip(shares, summed(caller, shares, group), strict=True):
+    for share, total in zip(shares, sum_over_ranks(caller, shares, group), strict=True):
         parts.setdefault(share.name, []).append(PartSum(share.part, share.dtype, share.shape, total))
     return {name: tensor_digest(parts[name]) for name in tensors}
 
@@ -153,7 +154,8 @@ def _live_digests(caller: str, weights: Any, prefix: str | None, group: Ranks) -
 def _state_dict(caller: str, weights: Any) -> Mapping[str, Any]:
     if isinstance(weights, nn.Module):
         return plain_state_dict(weights)
-    if not isinstance(weights, Mapping) and hasattr(weights, "state_dict"):  # the result of a calibration
+    # The result of a calibration, which is no module.
+    if not isinstance(weights, Mapping) and hasattr(weights, "state_dict"):
         weights = weights.state_dict()
     if not isinstance(weights, Mapping):
         raise TypeError(
@@ -171,12 +173,13 @@ def _like_tensors(like: nn.Module | Mapping[str, Any] | None) -> dict[str, Tenso
 
 
 def _wanted(like: nn.Module | Mapping[str, Any] | None) -> dict[str, Entry]:
-    """What a model has, by the names of the plain model."""
+    """Return the entries of a model's tensors, by the names of the plain model."""
     return {name: entry_of(name, value) for name, value in _like_tensors(like).items()}
 
 
-def _tied(digests: dict[str, str], like: nn.Module | Mapping[str, Any] | None) -> dict[str, str]:
-    """The digests, with those of names that `like` ties to others, which directories leave out."""
+def _add_tied(digests: dict[str, str], like: nn.Module | Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the digests, with those of names that `like` ties to a name that is there; directories leave these out."""
+    # Tied tensors are one object in a model; in a state dict only if that was taken with `keep_vars=True`.
     names: dict[int, list[str]] = {}
     for name, value in _like_tensors(like).items():
         names.setdefault(id(value), []).append(name)

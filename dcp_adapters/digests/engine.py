@@ -2,7 +2,7 @@
 
     l.self_attn.qkv_proj.weight      [q + k + v, K]          ->   l.self_attn.q_proj.weight [q, K], k_proj, v_proj
     l.mlp.gate_up_proj.weight_scale  [gate + up, K // 32]    ->   l.mlp.gate_proj.weight_scale, up_proj
-    l.self_attn.qkv_proj.input_scale []                      ->   the same for each of the three
+    l.self_attn.qkv_proj.input_scale []                      ->   the same for each of the three linears
     l.self_attn.qkv_proj.weight_scale [3]                    ->   one for each
 
 A function of names and shapes: which linears are joined is in hf/files/names.py, how many rows each has is given. What
@@ -18,10 +18,10 @@ from dcp_adapters.hf.files.names import JOINED
 BLOCKS = (1, 128)  # rows of a weight behind one row of its scales
 
 
-def unfused(
+def unfuse(
     tensors: Mapping[str, Tensor], rows: Mapping[str, int], *, turned: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Views of an engine's tensors as an export has them; `digest(.., config=..)` takes them.
+    """Return views of an engine's tensors as an export has them; `digest(.., config=..)` takes them.
 
     Args:
         tensors: by the engine's names.
@@ -37,13 +37,14 @@ def unfused(
         module, _, own = name.rpartition(".")
         parent, dot, joined = module.rpartition(".")
         members = [f"{parent}{dot}{member}" for member in JOINED.get(joined, ())]
-        if not members or module in rows:  # the model itself may have a linear of that name
+        # The model itself may have a linear of that name, which the engine has joined with nothing.
+        if not members or module in rows:
             found[name] = straight
             continue
         lacking = [member for member in members if member not in rows]
         if lacking:
             raise ValueError(f"{name}: it joins linears of which rows= lacks {', '.join(lacking)}; give their N")
-        pieces = _pieces(straight, [rows[member] for member in members])
+        pieces = _cut(straight, [rows[member] for member in members])
         if pieces is None:
             raise ValueError(
                 f"{name}: {tuple(tensor.shape)} is cut neither by the rows {[rows[member] for member in members]} of "
@@ -53,8 +54,9 @@ def unfused(
     return found
 
 
-def _pieces(tensor: Tensor, rows: Sequence[int]) -> list[Tensor] | None:
-    """The piece of each linear; None where the shape does not tell."""
+def _cut(tensor: Tensor, rows: Sequence[int]) -> list[Tensor] | None:
+    """Return the piece of each linear; None if the shape does not tell."""
+    # One scale for the joined linear holds for each that was joined.
     if tensor.numel() == 1:
         return [tensor] * len(rows)
     for block in BLOCKS:

@@ -30,7 +30,7 @@ class ReceivedSource(Source):
 
     Args:
         tensors: by their names in the files that an export would write.
-        config: the content of config.json, with its quantization_config; {} where nothing is quantized.
+        config: the content of config.json, with its quantization_config; {} if nothing is quantized.
         wanted: as of StoredDirectory.
         architecture: as of StoredDirectory.
 
@@ -54,24 +54,26 @@ class ReceivedSource(Source):
                 )
         names = wanted_names(weight_names(tensors), wanted or {}, architecture, config)
         self._tensors, wanted = tensors, {names.file_name(name): want for name, want in (wanted or {}).items()}
+        # Told as the header of a file would tell them, so that all below is the code that reads files.
         held = {
             name: FileTensor(name, "", WORDS[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()
         }
         directory = Directory(PLACE, held, config)
+        # Integers are values (counts of tokens, say) only if the model has such a tensor; otherwise they may be codes.
         counts = {name for name, want in wanted.items() if not want.dtype.is_floating_point}
-        made = presented(directory, contents_of(directory, counts), wanted, self._held)
+        made = presented(directory, contents_of(directory, counts), wanted, self._tensor_of)
         self._made = renamed(made, names.memory_name) if names.in_files else made
         self.entries = self._made.entries
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """Not needed: tensors are taken piece by piece."""
+        """Raise: a digest takes tensors piece by piece."""
         raise NotImplementedError
 
     def pieces(self, name: str, part: str) -> Iterator[TensorPiece]:
-        """As the tensors hold them, on their device."""
+        """Yield the pieces of a part, on the tensors' device."""
         placed = self._made.placed[self.entries[name].key(part)]
-        return (placed.piece(chunk, self._held) for chunk in placed.chunks)
+        return (placed.piece(chunk, self._tensor_of) for chunk in placed.chunks)
 
-    def _held(self, tensor: FileTensor) -> Tensor:
+    def _tensor_of(self, tensor: FileTensor) -> Tensor:
         value: Tensor = said_tensor(tensor) if tensor.is_said else self._tensors[tensor.name]
         return value

@@ -21,11 +21,11 @@ def stored_source(
     wanted: Mapping[str, Entry] | None = None,
     architecture: Architecture | None = None,
 ) -> StoredSource:
-    """The weights of a checkpoint, or of a directory.
+    """Return the weights of a checkpoint, or of a directory.
 
     Args:
         path: where it is.
-        prefix: as of StoredSource; a directory has no other names than those of its weights.
+        prefix: as of StoredSource; None finds the subtree of a checkpoint, and takes all names of a directory.
         wanted: what a directory is compared with, see StoredDirectory.
         architecture: as of StoredDirectory.
 
@@ -39,7 +39,7 @@ def stored_source(
 
 
 def source_digests(source: Source, *, advance: Advance = ignore_progress) -> dict[str, str]:
-    """Name -> digest of each tensor, in the order of the source.
+    """Return name -> digest of each tensor, in the order of the source.
 
     Args:
         source: a checkpoint, a directory, or tensors in memory.
@@ -55,6 +55,7 @@ def source_digests(source: Source, *, advance: Advance = ignore_progress) -> dic
             total = counted = 0
             for piece in source.pieces(name, part):
                 total, counted = total + int(byte_sums([piece])[0]), counted + piece.data.numel()
+            # A sum alone does not tell whether every element is in it.
             if counted != math.prod(shape):
                 raise ValueError(f"{entry.key(part)}: its chunks hold {counted} elements of {shape}; run verify on it")
             sums.append(PartSum(part, dtype, shape, total))

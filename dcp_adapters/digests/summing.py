@@ -6,7 +6,7 @@
 
 Integers add up modulo 2^64. The digest of the labels (names, parts, dtypes, shapes) travels as pieces d and their
 squares: n ranks hold the same d exactly if n * sum(d^2) == sum(d)^2. The first message always has the same size, so
-that a rank that lists other tensors, or failed, takes part in the same collective, and all ranks raise.
+that a rank that lists different tensors, or failed, takes part in the same collective, and all ranks raise.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcp_adapters.digests.shares import Share
+from dcp_adapters.digests.shares import PartShare
 from fsdp_hooks.kernels.byte_sums import byte_sums
 from fsdp_hooks.ranks.across_ranks import Alone, Ranks, device_of, rank_of, ranks_of
 
@@ -26,17 +26,18 @@ PIECES = 4  # of the digest of the labels, 16 bits each, so that no sum of squar
 HEADER = 3 + 2 * PIECES
 
 
-def summed(caller: str, shares: Sequence[Share], group: Ranks) -> list[int]:
+def sum_over_ranks(caller: str, shares: Sequence[PartShare], group: Ranks) -> list[int]:
     """The byte sum of each part, modulo 2^64, from the shares of all ranks of a group; a collective.
 
     Errors name the caller.
 
     Raises:
-        RuntimeError: on all ranks: they list other tensors, or one of them failed (`tell_failure`).
+        RuntimeError: on all ranks: they list different tensors, or one of them failed (`tell_failure`).
         ValueError: on all ranks: they hold more or less than the whole tensors.
     """
     try:
         counted, sums = sum(share.held.data.numel() for share in shares if share.held is not None), _own_sums(shares)
+    # One rank alone may fail here (memory, a broken device); the others are about to enter the all-reduce.
     except Exception:
         tell_failure(group)
         raise
@@ -52,21 +53,22 @@ def summed(caller: str, shares: Sequence[Share], group: Ranks) -> list[int]:
 
 
 def tell_failure(group: Ranks) -> None:
-    """Called instead of `summed` on a rank that failed: the others raise instead of waiting for it."""
+    """Tell the other ranks that this one failed, in place of `sum_over_ranks`: they raise, and do not wait for it."""
     if not isinstance(group, Alone) and ranks_of(group) > 1:
         message = torch.zeros(FIRST, dtype=torch.int64, device="cpu")
         message[0], message[1] = 1, rank_of(group) + 1
         dist.all_reduce(message.to(device_of(group)), group=group)
 
 
-def _own_sums(shares: Sequence[Share]) -> Tensor:
-    """int64 [shares], on the CPU: this rank's sums, 0 where it counts nothing."""
+def _own_sums(shares: Sequence[PartShare]) -> Tensor:
+    """Return this rank's sums, int64 [shares] on the CPU, 0 for what it does not count."""
     sums = torch.zeros(len(shares), dtype=torch.int64, device="cpu")
     by_device: dict[torch.device, list[int]] = {}
     for number, share in enumerate(shares):
         if share.held is not None:
             by_device.setdefault(share.device, []).append(number)
-    for numbers in by_device.values():  # one read for each device
+    # One read for each device: the CPU waits for it each time.
+    for numbers in by_device.values():
         sums[numbers] = byte_sums([held for number in numbers if (held := shares[number].held) is not None]).cpu()
     return sums
 
@@ -78,6 +80,7 @@ def _reduced(
     data = hashlib.blake2b("\n".join(labels).encode(), digest_size=2 * PIECES, usedforsecurity=False).digest()
     pieces = [int.from_bytes(data[2 * i : 2 * i + 2], "little") for i in range(PIECES)]
     head = [0, 0, counted, *pieces, *(piece**2 for piece in pieces)]
+    # One message for all that must be known, and for the sums of most models: a collective costs more than its bytes.
     message = torch.cat([torch.tensor(head, dtype=torch.int64, device="cpu"), sums]).to(device_of(group))
     first, rest = message[:FIRST], message[FIRST:].clone()
     if first.numel() < FIRST:
@@ -91,16 +94,17 @@ def _reduced(
     ranks = ranks_of(group)
     if any(ranks * square != piece**2 for piece, square in zip(found[:PIECES], found[PIECES:], strict=True)):
         raise RuntimeError(
-            f"{caller}: the ranks do not hold the same tensors: {_first_apart(labels, group)}. Digest the state dict "
-            "of one model on all ranks of the group; for stages of a pipeline pass each stage's group"
+            f"{caller}: the ranks do not hold the same tensors: {_find_difference(labels, group)}. Digest the state "
+            "dict of one model on all ranks of the group; for stages of a pipeline pass each stage's group"
         )
+    # All ranks have the same labels, and so all of them come here, with messages of one size.
     if rest.numel():
         dist.all_reduce(rest, group=group)
     return counted, torch.cat([values[HEADER : message.numel()], rest.cpu()])
 
 
-def _first_apart(labels: Sequence[str], group: dist.ProcessGroup | None) -> str:
-    """How the first rank that differs from rank 0 differs from it, in words; the same text on all ranks."""
+def _find_difference(labels: Sequence[str], group: dist.ProcessGroup | None) -> str:
+    """Say how the first rank that differs from rank 0 differs from it; the same text on all ranks."""
     everywhere: list[list[str]] = [[] for _ in range(ranks_of(group))]
     dist.all_gather_object(everywhere, list(labels), group=group)
     for rank, theirs in enumerate(everywhere):

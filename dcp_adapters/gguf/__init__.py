@@ -7,5 +7,5 @@
     plan.py            the tensors of the file; all that cannot be exported is found here
     export.py          export_gguf
 
-Built on hf/: sources, the plan of linears and scales, and tensors in groups are those of export_hf.
+It is built on hf/: sources, the plan of linears and scales, and the groups of tensors are those of export_hf.
 """

@@ -1,7 +1,7 @@
 """Which tensor of a transformers model is which of a GGUF file, and the order of its rows there.
 
-Only architectures of which both are known are here: a file with the right names and rows in another order would load
-and be wrong. Names that other frameworks use (Meta's own files, say) are refused for the same reason.
+Only architectures of which both are known are here: a file with the right names, but a wrong order of rows, would load
+and compute nonsense. Names of other frameworks (Meta's own files, say) are refused for the same reason.
 
 The rows of attn_q and attn_k of "llama" move. In a head of d channels transformers rotates channel i with d / 2 + i,
 and llama.cpp rotates neighbours, so its files have the rows 0, d / 2, 1, d / 2 + 1, ... of each head. A block lies
@@ -29,11 +29,12 @@ IN_BLOCK = {
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GGUFArchitecture:
     """What is known of an architecture.
 
-    in_block: transformers' names behind "model.layers.N." -> those of the file behind "blk.N.".
-    in_pairs: those of the file whose rows are reordered by `rows_in_pairs`.
+    Attributes:
+        in_block: transformers' names behind "model.layers.N." -> the names in the file behind "blk.N.".
+        in_pairs: names in the file of linears whose rows `pair_rows` reorders.
     """
 
     in_block: Mapping[str, str]
@@ -41,13 +42,13 @@ class Architecture:
 
 
 # `general.architecture` of a file -> what is known of it
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(IN_BLOCK, in_pairs=frozenset({"attn_q", "attn_k"})),
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
+    "llama": GGUFArchitecture(IN_BLOCK, in_pairs=frozenset({"attn_q", "attn_k"})),
 }
 
 
-def name_in_file(architecture: Architecture, module: str) -> str | None:
-    """What a file calls a module of a transformers model: "model.norm" -> "output_norm"; None for an unknown one."""
+def name_in_file(architecture: GGUFArchitecture, module: str) -> str | None:
+    """Return a file's name of a module of a transformers model: "model.norm" -> "output_norm"; None if unknown."""
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
     if layer is None:
         return OUTSIDE.get(module)
@@ -55,7 +56,7 @@ def name_in_file(architecture: Architecture, module: str) -> str | None:
     return None if own is None else f"blk.{int(layer[1])}.{own}"
 
 
-def rows_in_pairs(part: Tensor, heads: int) -> Tensor:
-    """[heads * d, ..], the same shape and dtype: the rows of each head in the order 0, d / 2, 1, d / 2 + 1, ..."""
+def pair_rows(part: Tensor, heads: int) -> Tensor:
+    """Put the rows of each head into the order 0, d / 2, 1, d / 2 + 1, ...: [heads * d, ..] -> the same shape."""
     pairs: Tensor = part.unflatten(0, (heads, 2, -1)).transpose(1, 2)  # [heads, d / 2, 2, ..]
     return pairs.flatten(0, 2)

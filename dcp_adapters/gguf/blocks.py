@@ -19,30 +19,36 @@ from torch import Tensor
 
 from qtensor.spec.codecs.nibbles import unpacked
 
-SIGN = 0x80  # of an E4M3 scale, which ggml does not read
+SIGN = 0x80  # the sign bit of an E4M3 scale, which ggml does not read
 
 
 def mxfp4_blocks(payload: Tensor, scale: Tensor) -> Tensor:
-    """uint8 payload [.., K / 2] and E8M0 scale [.., K / 32] -> uint8 [.., K / 32 * 17]."""
-    codes = _halves_together(payload, 32)  # [.., K / 32, 16]
+    """Pack uint8 payload [.., K / 2] and E8M0 scale [.., K / 32] -> uint8 [.., K / 32 * 17]."""
+    codes = _pair_halves(payload, 32)  # [.., K / 32, 16]
     return torch.cat([scale.unsqueeze(-1), codes], -1).flatten(-2)
 
 
 def nvfp4_blocks(payload: Tensor, scale: Tensor) -> Tensor:
-    """uint8 payload [.., K / 2] and E4M3 scale [.., K / 16] -> uint8 [.., K / 64 * 36].
+    """Pack uint8 payload [.., K / 2] and E4M3 scale [.., K / 16] -> uint8 [.., K / 64 * 36].
 
     Raises:
         ValueError: a scale is negative.
     """
     scales = scale.view(torch.uint8)
+    # 0x80 itself is -0, which without its sign is the same scale.
     if bool((scales > SIGN).any()):
         raise ValueError("a block has a negative scale, and ggml reads NVFP4 scales without their sign")
-    codes = _halves_together(payload, 16).unflatten(-2, (-1, 4)).flatten(-2)  # [.., K / 64, 32]
+    codes = _pair_halves(payload, 16).unflatten(-2, (-1, 4)).flatten(-2)  # [.., K / 64, 32]
     return torch.cat([scales.unflatten(-1, (-1, 4)), codes], -1).flatten(-2)
 
 
-def _halves_together(payload: Tensor, columns: int) -> Tensor:
-    """uint8 [.., K / 2], neighbours in a byte -> [.., K / columns, columns / 2], columns of two halves in a byte."""
+def _pair_halves(payload: Tensor, columns: int) -> Tensor:
+    """Turn bytes of neighbours, uint8 [.., K / 2], into bytes of columns i and n / 2 + i, [.., K / n, n / 2].
+
+    Args:
+        payload: the codes.
+        columns: n, how many columns have one scale.
+    """
     halves: Tensor = unpacked(payload).unflatten(-1, (-1, 2, columns // 2))
     return halves[..., 0, :] | halves[..., 1, :] << 4
 
@@ -51,7 +57,10 @@ def _halves_together(payload: Tensor, columns: int) -> Tensor:
 class BlockType:
     """A type of ggml.
 
-    name: in ggml, without GGML_TYPE_. columns, nbytes: of a block. pack: (payload, scale) -> blocks.
+    Attributes:
+        name: in ggml, without GGML_TYPE_.
+        columns, nbytes: of a block.
+        pack: (payload, scale) -> blocks.
     """
 
     name: str

@@ -5,8 +5,8 @@
     write     shards are gathered to rank 0, a layer at a time, which writes them
     publish   the file gets its name
 
-Until it is published the file has a hidden name beside its own, and an error removes it. An error on one rank is raised
-on all.
+Until it is published, the file has a hidden name beside its own, and an error removes it. An error on one rank is
+raised on all.
 """
 
 import logging
@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcp_adapters.format.source import Keep, Source
-from dcp_adapters.gguf.library import library
+from dcp_adapters.gguf.library import import_gguf
 from dcp_adapters.gguf.like import OF_CONFIG, OF_FILE, Like, open_like, read_like
-from dcp_adapters.gguf.plan import GGUF, Made, file_tensors, tensors_of
+from dcp_adapters.gguf.plan import GGUF, GGUFTensor, make_tensors, tensors_of
 from dcp_adapters.hf.exporting.config import ModelConfig
 from dcp_adapters.hf.exporting.groups import groups_of
 from dcp_adapters.hf.exporting.making import Job, in_groups, made_tensors
@@ -65,11 +65,11 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
     Args:
         state_dict_or_checkpoint: as for export_hf, with the names that transformers gives the tensors.
         out_file: a name that is free; the file appears when it is complete.
-        like: a GGUF file of the same model, in whatever type its weights are, from which all metadata is taken: sizes,
+        like: a GGUF file of the same model, in whatever type its weights are. All metadata is taken from it: sizes,
             tokenizer, chat template. Every tensor that it has must be in the source or in `rest`.
         rest: a source of the tensors that the first one lacks, as for export_hf.
         prefix: as for export_hf.
-        verify_checksums: compare what is read of checkpoints with their checksums, where they have some.
+        verify_checksums: compare what is read of checkpoints with their checksums, if they have some.
         progress: a bar on rank 0, if it has a terminal.
         adapters: as for export_hf.
         group: as for export_hf.
@@ -100,6 +100,7 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
         caller="export_gguf",
         given=state_dict_or_checkpoint,
         layout=GGUF,
+        # There is no config.json; whether the head is tied to the embedding shows in the tensors of `like`.
         described=ModelConfig({"tie_word_embeddings": told.tied}),
         rest=rest,
         prefix=prefix,
@@ -109,17 +110,20 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
         group=ranks,
     )
     source, plan = prepared(asked)
+    # `max_shard_size` was without limit: everything is in one file. Its tensors are in the order of layers, which is
+    # the same for every source.
     (file,) = plan.files
-    groups = in_groups(file.outputs, groups_of(None))  # by layers: the same order for every source
+    groups = in_groups(file.outputs, groups_of(None))
     made = tensors_of([output for group in groups for output in group], told)
     jobs = [Job(group, Keep(global_ranks(ranks)[0], torch.device("cpu"))) for group in groups]
     final = Path(out_file)
     begun = hidden_name(final)
     first = is_first(ranks)
+    # Filled inside of a step of rank 0, whose result would be sent to all ranks; a writer cannot be.
     writers: list[Any] = []
     told_of = log_work(LOG, "export_gguf to %s", final, nbytes=plan.nbytes)
-    with told_of, _file_gone_on_error(begun, writers) if first else nullcontext():
-        on_first(ranks, lambda: writers.append(_begun_file(begun, readers[0], told, made)))
+    with told_of, _remove_on_error(begun, writers) if first else nullcontext():
+        on_first(ranks, lambda: writers.append(_begin_file(begun, readers[0], told, made)))
         with progress_bar("exporting", plan.nbytes, enabled=progress and first) as advance:
             _write_tensors(source, jobs, made, partial(_write_output, writers, told), advance, ranks)
         on_first(ranks, lambda: _publish(writers[0], begun, final))
@@ -127,7 +131,8 @@ def export_gguf(  # noqa: PLR0913 - options of one operation
 
 
 def _read(final: Path, like: str | os.PathLike[str], readers: list[Any]) -> Like:
-    """What the file tells, and its reader; refused first is a name that is taken."""
+    """Return what the file `like` tells, and add its reader to `readers`."""
+    # First, before the file is read: an export must not find out at its end that the name is taken.
     _refuse_taken(final)
     if not final.absolute().parent.is_dir():
         raise FileNotFoundError(f"{final.absolute().parent}: no such directory; create it first")
@@ -141,7 +146,7 @@ def _refuse_taken(final: Path) -> None:
 
 
 @contextmanager
-def _file_gone_on_error(begun: Path, writers: Sequence[Any]) -> Iterator[None]:
+def _remove_on_error(begun: Path, writers: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -153,9 +158,9 @@ def _file_gone_on_error(begun: Path, writers: Sequence[Any]) -> Iterator[None]:
         raise
 
 
-def _begun_file(begun: Path, reader: Any, like: Like, made: Sequence[tuple[Output, tuple[Made, ...]]]) -> Any:
-    """A `gguf.GGUFWriter` that has written everything but the data of the tensors, and those made from the config."""
-    gguf = library()
+def _begin_file(begun: Path, reader: Any, like: Like, made: Sequence[tuple[Output, tuple[GGUFTensor, ...]]]) -> Any:
+    """Begin a file: all metadata, and the tensors that are made from the config. Return its `gguf.GGUFWriter`."""
+    gguf = import_gguf()
     writer = gguf.GGUFWriter(begun, like.architecture)
     for field in reader.fields.values():
         if not field.name.startswith(OF_FILE):
@@ -163,9 +168,11 @@ def _begun_file(begun: Path, reader: Any, like: Like, made: Sequence[tuple[Outpu
             inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
     tensors = [tensor for _, found in made for tensor in found]
+    # A file has one type by name; a mix of both has that of most of its tensors.
     most = Counter(tensor.kind for tensor in tensors if tensor.kind in FILE_TYPES).most_common(1)[0][0]
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[most]])
     kept = [tensor for tensor in reader.tensors if tensor.name in OF_CONFIG]
+    # Infos, and later data, in one order: a file's data has no names.
     for old in kept:
         writer.add_tensor_info(old.name, like.shapes[old.name], None, old.n_bytes, old.tensor_type)
     for tensor in tensors:
@@ -182,12 +189,13 @@ def _begun_file(begun: Path, reader: Any, like: Like, made: Sequence[tuple[Outpu
 def _write_tensors(  # noqa: PLR0913, PLR0917
     source: Source,
     jobs: Sequence[Job],
-    made: Sequence[tuple[Output, tuple[Made, ...]]],
-    write: Callable[[Output, tuple[Made, ...], Mapping[str, Tensor]], None],
+    made: Sequence[tuple[Output, tuple[GGUFTensor, ...]]],
+    write: Callable[[Output, tuple[GGUFTensor, ...], Mapping[str, Tensor]], None],
     advance: Advance,
     group: Ranks,
 ) -> None:
     """Gather all tensors to rank 0, which writes them in order; an error there is raised when all is gathered."""
+    # An output is complete with the last of its parts.
     ends = {output.written[-1].name: (output, found) for output, found in made}
     failed: list[Exception] = []
     parts: dict[str, Tensor] = {}
@@ -199,7 +207,8 @@ def _write_tensors(  # noqa: PLR0913, PLR0917
             if parts and not failed:
                 try:
                     write(*end, parts)
-                except Exception as error:  # noqa: BLE001 - raised on all ranks when all is gathered
+                # Not raised here: the other ranks would wait in the next gather. All raise it at the end.
+                except Exception as error:  # noqa: BLE001
                     failed.append(error)
             parts = {}
         advance(written.nbytes)
@@ -207,15 +216,16 @@ def _write_tensors(  # noqa: PLR0913, PLR0917
 
 
 def _write_output(
-    writers: Sequence[Any], like: Like, output: Output, made: Sequence[Made], parts: Mapping[str, Tensor]
+    writers: Sequence[Any], like: Like, output: Output, made: Sequence[GGUFTensor], parts: Mapping[str, Tensor]
 ) -> None:
-    """On rank 0, which alone has a writer."""
-    for tensor in file_tensors(output, made, parts, like):
-        writers[0].write_tensor_data(_array(tensor))
+    """Write the tensors of an output; rank 0 alone has a writer, and calls it."""
+    for tensor in make_tensors(output, made, parts, like):
+        writers[0].write_tensor_data(_as_array(tensor))
 
 
-def _array(tensor: Tensor) -> Any:
-    """Its memory as an array; numpy has no bf16."""
+def _as_array(tensor: Tensor) -> Any:
+    """Return a tensor's memory as an array of numpy."""
+    # numpy has no bf16, and the writer takes the bytes of whatever it gets.
     tensor = tensor.contiguous()
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 

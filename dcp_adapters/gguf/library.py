@@ -6,8 +6,8 @@ from typing import Any
 MISSING = 'GGUF files are read and written by the package gguf, which is not there; install "qtensor-fsdp[gguf]"'
 
 
-def library() -> Any:
-    """The module. Raises ImportError where it is not installed."""
+def import_gguf() -> Any:
+    """Return the module; raise ImportError if it is not installed."""
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_adapters.gguf.architectures import ARCHITECTURES, Architecture
-from dcp_adapters.gguf.library import library
+from dcp_adapters.gguf.architectures import ARCHITECTURES, GGUFArchitecture
+from dcp_adapters.gguf.library import import_gguf
 from dcp_adapters.plain.words import short
 
 # Tensors that llama.cpp's converter makes from the config, not from weights.
 OF_CONFIG = frozenset({"rope_freqs.weight"})
-# Keys that are not copied: those by which a file describes itself, and what another file with other weights is not.
+# Keys that are not copied: a file describes itself by them, and a file with other weights differs in them.
 OF_FILE = ("GGUF.", "general.architecture", "general.alignment", "general.file_type", "quantize.")
 
 
@@ -25,8 +25,11 @@ OF_FILE = ("GGUF.", "general.architecture", "general.alignment", "general.file_t
 class Like:
     """What a file tells.
 
-    architecture: a key of ARCHITECTURES. heads: name of a linear in a block ("attn_q") -> how many heads it has, for
-    linears whose rows are reordered. shapes: of all tensors by name, rows first.
+    Attributes:
+        path: of the file, for messages.
+        architecture: a key of ARCHITECTURES.
+        heads: name of a linear in a block ("attn_q") -> how many heads it has, for linears whose rows are reordered.
+        shapes: of all tensors by name, rows first.
     """
 
     path: str
@@ -35,30 +38,31 @@ class Like:
     shapes: Mapping[str, tuple[int, ...]]
 
     @property
-    def known(self) -> Architecture:
+    def known(self) -> GGUFArchitecture:
         """Its architecture."""
         return ARCHITECTURES[self.architecture]
 
     @property
     def tied(self) -> bool:
-        """Whether the output projection is the embedding."""
+        """True if the output projection is the embedding."""
         return "output.weight" not in self.shapes
 
 
 def open_like(path: str | os.PathLike[str]) -> Any:
-    """A `gguf.GGUFReader` of the file.
+    """Return a `gguf.GGUFReader` of the file.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it is no GGUF file, one of several that are one model, or one for big-endian machines.
         ImportError: the package gguf is not installed.
     """
-    gguf = library()
+    gguf = import_gguf()
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such file; like= takes a GGUF file of the same model")
     try:
         reader = gguf.GGUFReader(path)
-    except Exception as error:  # of a damaged file the reader raises whatever its numbers lead to
+    # The reader believes the numbers in a damaged file, and raises whatever they lead to.
+    except Exception as error:
         raise ValueError(f"{path} is damaged or no GGUF file: {error}") from error
     if reader.endianess != gguf.GGUFEndian.LITTLE:
         raise ValueError(f"{path} is for big-endian machines; give one for little-endian ones")
@@ -68,7 +72,7 @@ def open_like(path: str | os.PathLike[str]) -> Any:
 
 
 def read_like(path: str | os.PathLike[str], reader: Any) -> Like:
-    """What is needed of it.
+    """Return what an export needs of the file.
 
     Raises:
         ValueError: its architecture is not known here.
@@ -80,10 +84,12 @@ def read_like(path: str | os.PathLike[str], reader: Any) -> Like:
             f"{', '.join(ARCHITECTURES)} alone; export a Hugging Face directory (export_hf), and convert that by "
             "llama.cpp's convert_hf_to_gguf.py"
         )
+    # A model whose layers differ has a list here, and `heads` has one number for all layers.
     count = _value(reader, f"{name}.attention.head_count", None)
     heads = {"attn_q": count, "attn_k": _value(reader, f"{name}.attention.head_count_kv", count)}
     if any(type(number) is not int or number < 1 for number in heads.values()):
         raise ValueError(f"{path}: its layers have {short(count)} heads; expected one number for all layers")
+    # GGUF names the fastest dim first.
     shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
     return Like(str(path), name, heads, shapes)
 

@@ -4,7 +4,7 @@
     linear in NVFP4    <name>.weight, <name>.scale (the global scale) and, if calibrated, <name>.input_scale: fp32 [1]
     dense              as it is, in its dtype; vectors in fp32, which llama.cpp asks for and which is exact
 
-`Made` says what is in the file, `file_tensors` makes it of an output's parts.
+A `GGUFTensor` says what is in the file; `make_tensors` makes it from an output's parts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcp_adapters.gguf.architectures import name_in_file, rows_in_pairs
+from dcp_adapters.gguf.architectures import name_in_file, pair_rows
 from dcp_adapters.gguf.blocks import BLOCK_TYPES, BlockType
 from dcp_adapters.gguf.like import OF_CONFIG, Like
 from dcp_adapters.hf.exporting.plan import Output
@@ -39,8 +39,15 @@ LEFT = ".inv_freq"  # left out: made from the config wherever a model is loaded
 
 
 @dataclass(frozen=True)
-class Made:
-    """One tensor of the file. kind: of ggml, "NVFP4". shape: of its elements, rows first."""
+class GGUFTensor:
+    """One tensor of the file.
+
+    Attributes:
+        name: in the file.
+        kind: its type in ggml, "NVFP4".
+        shape: of its elements, rows first.
+        nbytes: in the file.
+    """
 
     name: str
     kind: str
@@ -48,8 +55,8 @@ class Made:
     nbytes: int
 
 
-def tensors_of(outputs: Sequence[Output], like: Like) -> list[tuple[Output, tuple[Made, ...]]]:
-    """What becomes of each output, in order.
+def tensors_of(outputs: Sequence[Output], like: Like) -> list[tuple[Output, tuple[GGUFTensor, ...]]]:
+    """Plan what becomes of each output, in order.
 
     Args:
         outputs: of an export's plan in the layout GGUF.
@@ -62,11 +69,12 @@ def tensors_of(outputs: Sequence[Output], like: Like) -> list[tuple[Output, tupl
     problems: list[str] = []
     made = []
     for output in outputs:
-        found = () if output.source.endswith(LEFT) else _made(output, like, problems)
+        found = () if output.source.endswith(LEFT) else _plan_output(output, like, problems)
         made.append((output, found))
     if problems:
         raise ValueError(f"the layout gguf can not hold this:{in_lines(problems)}")
     have = {tensor.name for _, found in made for tensor in found}
+    # Scales are not asked for: a file of dense weights has none, and one that llama.cpp quantized has its own.
     lacking = [name for name in like.shapes if name not in have | OF_CONFIG and not name.endswith(_SCALES)]
     if lacking:
         raise ValueError(
@@ -76,8 +84,8 @@ def tensors_of(outputs: Sequence[Output], like: Like) -> list[tuple[Output, tupl
     return made
 
 
-def file_tensors(output: Output, made: Sequence[Made], parts: Mapping[str, Tensor], like: Like) -> list[Tensor]:
-    """The bytes of each, in the order of `made`.
+def make_tensors(output: Output, made: Sequence[GGUFTensor], parts: Mapping[str, Tensor], like: Like) -> list[Tensor]:
+    """Return the bytes of each tensor, in the order of `made`.
 
     Args:
         output: of the plan.
@@ -90,13 +98,14 @@ def file_tensors(output: Output, made: Sequence[Made], parts: Mapping[str, Tenso
     """
     if not made:
         return []
+    # Codes and scales are permuted as the rows are, since a block never crosses rows.
     heads = _heads(made[0].name, like)
     if output.recipe is None:
-        rows = parts[""] if heads is None else rows_in_pairs(parts[""], heads)
+        rows = parts[""] if heads is None else pair_rows(parts[""], heads)
         return [rows.float() if made[0].kind == "F32" else rows]
     payload, scale = parts["payload"], parts["scale"]
     if heads is not None:
-        payload, scale = rows_in_pairs(payload, heads), rows_in_pairs(scale, heads)
+        payload, scale = pair_rows(payload, heads), pair_rows(scale, heads)
     try:
         blocks = _block_type(output).pack(payload, scale)
     except ValueError as error:
@@ -114,12 +123,13 @@ def _block_type(output: Output) -> BlockType:
 
 
 def _heads(name: str, like: Like) -> int | None:
-    """How many heads the rows of a tensor make up; None where they stay in their order."""
+    """Return how many heads the rows of a tensor make up; None if they stay in their order."""
     own = name.split(".")[-2]
     return like.heads[own] if own in like.known.in_pairs else None
 
 
-def _made(output: Output, like: Like, problems: list[str]) -> tuple[Made, ...]:
+def _plan_output(output: Output, like: Like, problems: list[str]) -> tuple[GGUFTensor, ...]:
+    """Return the tensors that an output becomes; if there is a problem, add it to `problems`, and return none."""
     first = output.written[0]
     module, _, own = first.name.rpartition(".")
     base = name_in_file(like.known, module)
@@ -141,13 +151,14 @@ def _made(output: Output, like: Like, problems: list[str]) -> tuple[Made, ...]:
     if problem is not None:
         problems.append(problem)
         return ()
+    # llama.cpp asks for vectors in fp32: norms and biases.
     if output.recipe is None:
         kind = "F32" if len(shape) < 2 else DENSE[first.dtype]
-        return (Made(name, kind, shape, _elements(shape) * (4 if kind == "F32" else 2)),)
+        return (GGUFTensor(name, kind, shape, _elements(shape) * (4 if kind == "F32" else 2)),)
     block = _block_type(output)
-    weight = Made(name, block.name, shape, _elements(shape) // block.columns * block.nbytes)
+    weight = GGUFTensor(name, block.name, shape, _elements(shape) // block.columns * block.nbytes)
     held = {written.part for written in output.written}
-    return (weight, *(Made(f"{base}.{tail}", "F32", (1,), 4) for part, tail in _VECTORS.items() if part in held))
+    return (weight, *(GGUFTensor(f"{base}.{tail}", "F32", (1,), 4) for part, tail in _VECTORS.items() if part in held))
 
 
 def _elements(shape: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """The picture of a report: the error of every layer, one line for each kind of linear.
 
-Where a layer has several linears of a kind, such as experts, the line is their mean, and a band reaches from the worst
-to the best. A ring marks a linear with a warning.
+If a layer has several linears of a kind, such as experts, the line is their mean, and a band reaches from the worst to
+the best. A ring marks a linear with a warning.
 """
 
 import math
@@ -18,7 +18,7 @@ Series = dict[str, dict[int, list[float]]]
 
 def draw(report: "Report", path: Path) -> Path:
     """Write the picture in the format that the path's suffix names."""
-    series = _series(report)
+    series = _collect_series(report)
     if not series:
         raise ValueError(f"{path}: nothing to draw, no linear of a layer has an SNR")
     try:
@@ -28,10 +28,12 @@ def draw(report: "Report", path: Path) -> Path:
         raise ImportError(
             f"{path}: drawing needs matplotlib, which is not installed: pip install 'qtensor-fsdp[calibration]'"
         ) from error
-    figure = Figure(figsize=(9, 4.8), layout="constrained")  # no pyplot: nothing global is touched
+    # Not through pyplot, which keeps figures and a backend in globals of the user's process.
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
     axes = figure.add_subplot()
     # The legend reads from top to bottom as the lines do at the right end.
     kinds = sorted(series, key=lambda kind: -statistics.fmean(series[kind][max(series[kind])]))
+    # By the order of the report, so that kinds have the same colours in the pictures of two runs.
     colours = {kind: f"C{number % 10}" for number, kind in enumerate(series)}
     for kind in kinds:
         layers = sorted(series[kind])
@@ -55,7 +57,7 @@ def draw(report: "Report", path: Path) -> Path:
     return path
 
 
-def _series(report: "Report") -> Series:
+def _collect_series(report: "Report") -> Series:
     series: Series = {}
     for record in report.records:
         if record.layer is not None and record.snr_db is not None and math.isfinite(record.snr_db):

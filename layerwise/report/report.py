@@ -20,7 +20,7 @@ from dcp_adapters.plain.words import short
 
 VERSION = 1
 _COLUMNS = ("layer", "linear", "tokens", "weight amax", "input amax", "SNR dB", "clip", "alpha", "warning")
-_OPTIONAL = ("clip", "alpha", "warning")  # columns that are left out where no linear has one
+_OPTIONAL = ("clip", "alpha", "warning")  # columns that are left out if no linear has a value
 _FIELD_OF = {"SNR dB": "snr_db", "weight amax": "weight_amax", "input amax": "input_amax", "linear": "name"}
 
 
@@ -37,7 +37,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise) of two sums of squares; infinite where there is no noise, -infinite without signal."""
+    """Return 10 log10(signal / noise) of two sums of squares; infinite without noise, -infinite without signal."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf
@@ -49,13 +49,13 @@ class LinearReport:
 
     Attributes:
         layer: number of its layer; None for a linear outside of the layers, such as an lm_head.
-        name: fqn of the parameter, with the number of the expert in brackets where it has several.
+        name: fqn of the parameter, with the number of the expert in brackets if it has several.
         tokens: rows of input it was calibrated on, over all ranks.
         weight_amax: largest |W| before quantization.
-        input_amax: largest |input|; None where no token reached it.
-        snr_db: signal to noise of its output on sample tokens, in dB; None where that was not measured.
-        clip: mean ratio of its scales to those that clip nothing; None where the algorithm does not choose it.
-        alpha: the exponent that its columns were smoothed with; None where they were not.
+        input_amax: largest |input|; None if no token reached it.
+        snr_db: signal to noise of its output on sample tokens, in dB; None if that was not measured.
+        clip: mean ratio of its scales to those that clip nothing; None if the algorithm does not choose it.
+        alpha: the exponent that its columns were smoothed with; None if they were not.
         warning: what a reader should know, in words.
 
     Example:
@@ -79,12 +79,12 @@ class LinearReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The record of plain values. Raises TypeError, ValueError or AttributeError for any that were not written."""
-        return _check(cls(**_numbers(values)))
+        """Make a record of plain values; raise TypeError, ValueError or AttributeError if they are not a record's."""
+        return _check(cls(**_restore_numbers(values)))
 
     @property
     def kind(self) -> str:
-        """What linears of all layers share: the name of the module, without the number of an expert."""
+        """The name that linears of all layers share: of the module, without the number of an expert."""
         return re.sub(r"\[\d+\]$", "", self.name).removesuffix(".weight").rpartition(".")[2]
 
 
@@ -113,7 +113,7 @@ class Report:
     title: str = ""
 
     def table(self, *, worst: int | None = None) -> str:
-        """One line for each linear, as text; with `worst`, only so many, the lowest SNR first."""
+        """Return one line of text for each linear; with `worst`, only so many, the lowest SNR first."""
         records = list(self.records)
         if worst is not None:
             unmeasured = math.inf  # last
@@ -128,7 +128,7 @@ class Report:
         return f"{self.title}\n{text}" if self.title else text
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json`; infinite and undefined numbers become strings, since JSON has none."""
+        """Return plain values for `json`; infinite and undefined numbers become strings, since JSON has none."""
         return {
             "version": VERSION,
             "title": self.title,
@@ -141,10 +141,10 @@ class Report:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The report that `to_json` wrote.
+        """Make the report that `to_json` wrote.
 
         Raises:
-            ValueError: it is of another version, or none that this library wrote.
+            ValueError: it is of another version, or not what this library wrote.
         """
         version = values.get("version")
         if version != VERSION:
@@ -165,14 +165,14 @@ class Report:
             ) from error
 
     def save(self, path: str | Path) -> Path:
-        """Write `to_json` to a file; returns its path."""
+        """Write `to_json` to a file, and return its path."""
         path = Path(path)
         path.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """The report that `save` wrote. Raises ValueError, with the path, where there is another one or none."""
+        """Read the report that `save` wrote; raise ValueError, with the path, if the file holds anything else."""
         try:
             values = json.loads(Path(path).read_bytes())
         except (ValueError, RecursionError) as error:
@@ -185,7 +185,7 @@ class Report:
             raise ValueError(f"{path}: {error}") from error
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the SNR of every layer, one line for each kind of linear, into a file; returns its path.
+        """Draw the SNR of every layer, one line for each kind of linear, into a file, and return its path.
 
         Raises:
             ImportError: matplotlib is not installed; says which extra brings it.
@@ -206,7 +206,8 @@ def _to_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+def _restore_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    # "inf" and "nan" are numbers that `_to_json` wrote as texts; names and warnings are texts.
     return {
         key: float(value) if isinstance(value, str) and key not in ("name", "warning") else value
         for key, value in record.items()
@@ -214,16 +215,17 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(record: Record) -> Record:
-    """The record. Raises TypeError where a field is of another type than it is written with."""
+    """Return the record; raise TypeError if a field is of another type than it is written with."""
     for name, kinds in _TYPES.items():
         value = getattr(record, name)
+        # To Python a bool is an int.
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise TypeError(f"{name} is {short(value)}")
     return record
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Consecutive numbers as ranges: "0-3, 7"."""
+    """Write consecutive numbers as ranges: "0-3, 7"."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:

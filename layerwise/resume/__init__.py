@@ -2,7 +2,7 @@
 
 fingerprint     what decides the outcome of a run, to compare with that of a checkpoint
 weight_sums     digests of weights, the same for every sharding
-checkpoints     the checkpoint directory: open, save, load, finish
+checkpoints     the checkpoint directory: open, save and load windows, mark as finished
 progress        progress.json, the record of what is done
 window_files    one window of layers on disk
 """

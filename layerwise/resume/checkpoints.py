@@ -6,7 +6,7 @@
     open          every rank   read and compare, refuse or drop what is damaged; take the directory over
     load_window   every rank   one window after the other, onto any world size
     save_window   every rank   write files, sync them and their directory -> digest them -> rename progress.json
-    finish        every rank   the digests of the finished weights
+    mark_finished every rank   the digests of the finished weights
 
 The rename is the commit. A process that is killed before it leaves the previous state, and a directory that no record
 names, which the next start removes. All ranks come to the same outcome at each step: rank 0 reads and writes
@@ -36,7 +36,7 @@ from dcp_adapters.plain.durable import sync
 from fsdp_hooks.ranks.across_ranks import on_first
 from layerwise.resume.fingerprint import Fingerprint
 from layerwise.resume.progress import BACKUP, PROGRESS, WINDOW, Progress, Window, read_progress, write_progress
-from layerwise.resume.window_files import check_usable, first_faults, read_window, write_window
+from layerwise.resume.window_files import check_usable, find_faults, read_window, write_window
 
 LEFT_OVER = re.compile(r"\.probe-.*|progress(\.backup)?\.json\..*\.tmp")
 
@@ -82,7 +82,7 @@ class CalibrationCheckpoint:
         self._progress: Progress | None = None
 
     def open(self, fingerprint: Fingerprint, check: Callable[[Window], None] | None = None) -> Resumed | None:
-        """What an earlier run of this fingerprint has left, None where there is nothing; ready to save afterwards.
+        """Return what an earlier run of this fingerprint has left, None if there is nothing; make ready to save.
 
         Damage causes a warning, and everything from the first damaged layer on is dropped. Another thread count or
         other versions cause a warning, too. The model may hold the finished weights instead of the original ones: then
@@ -100,22 +100,25 @@ class CalibrationCheckpoint:
                 be read at the moment. No window has been removed.
         """
         run = f"{uuid.uuid4().hex[:8]} ({socket.gethostname()}, process {os.getpid()})"
+        # Rank 0 names the run: random bytes of each rank would differ.
         run, found, damages = on_first(self.group, lambda: (run, *self._read(fingerprint, check)))
         check_usable(self.directory, run.split()[0], self.group)
         sound = found
         if found is not None:
-            faults = first_faults(self.directory, found.windows, self.group)
+            faults = find_faults(self.directory, found.windows, self.group)
             if faults:
+                # What was saved behind it is of no use: a resumed run replays all layers before its first one.
                 place = min(faults)
                 damages.append(faults[place])
                 sound = dataclasses.replace(found, windows=found.windows[:place], finished=None)
                 self._refuse_half_done(fingerprint, found, sound, faults[place])
         if damages:
-            warnings.warn(self._damage(damages, found, sound), stacklevel=2)
+            warnings.warn(self._describe_damage(damages, found, sound), stacklevel=2)
         remarks = found.fingerprint.remarks(fingerprint) if found else []
         if remarks:
             warnings.warn(f"checkpoint_dir={str(self.directory)!r}: {'; '.join(remarks)}", stacklevel=2)
         self._progress = dataclasses.replace(sound or Progress(fingerprint=fingerprint, run=run), run=run)
+        # Last, when nothing can be refused any more: a refused run must not take the directory from a running one.
         on_first(self.group, self._take_over)
         if sound is None:
             return None
@@ -139,7 +142,7 @@ class CalibrationCheckpoint:
             RuntimeError: another run has taken the directory over; or writing failed on some rank. What was committed
                 before is untouched.
         """
-        progress = self._opened()
+        progress = self._require_opened()
         if progress.finished is not None or first != progress.next_layer or last < first:
             raise ValueError(
                 f"layers {first}..{last} can not be saved: the calibration is finished or the next layer is "
@@ -180,10 +183,10 @@ class CalibrationCheckpoint:
         Raises:
             RuntimeError: another run has taken the directory over.
         """
-        finished = dataclasses.replace(self._opened(), finished=dict(weights))
+        finished = dataclasses.replace(self._require_opened(), finished=dict(weights))
         self._progress = on_first(self.group, lambda: self._commit(finished))
 
-    def _opened(self) -> Progress:
+    def _require_opened(self) -> Progress:
         if self._progress is None:
             raise RuntimeError("CalibrationCheckpoint: call open(fingerprint) first, on all ranks")
         return self._progress
@@ -193,12 +196,13 @@ class CalibrationCheckpoint:
     def _read(
         self, fingerprint: Fingerprint, check: Callable[[Window], None] | None
     ) -> tuple[Progress | None, list[str]]:
-        """The progress there is, and what of it is damaged; raises where it is of another calibration, or refused."""
+        """Return the progress there is, and what of it is damaged; raise if it is another calibration's, or refused."""
         if not self.directory.is_dir():
             return None, []
         found, damages = read_progress(self.directory)
         if found is not None:
             held = found.fingerprint
+            # The model may have the finished weights already: then the run is done, and these count as the right ones.
             if found.finished is not None and found.finished == fingerprint.weights:
                 held = dataclasses.replace(held, weights=fingerprint.weights)
             differences = held.differences(fingerprint)
@@ -209,10 +213,10 @@ class CalibrationCheckpoint:
                     "with; to calibrate anew, give an empty checkpoint_dir"
                 )
             if check is not None:
-                self._check(found, check, BACKUP if damages else PROGRESS)
+                self._check_windows(found, check, BACKUP if damages else PROGRESS)
         return found, damages
 
-    def _check(self, found: Progress, check: Callable[[Window], None], file: str) -> None:
+    def _check_windows(self, found: Progress, check: Callable[[Window], None], file: str) -> None:
         for window in found.windows:
             try:
                 check(window)
@@ -225,18 +229,19 @@ class CalibrationCheckpoint:
 
     def _take_over(self) -> None:
         """Make the directory this run's, and remove what no record names."""
-        progress = self._opened()
+        progress = self._require_opened()
         self._write(progress)
         kept = {window.directory for window in progress.windows}
         for path in list(self.directory.iterdir()):
             if WINDOW.fullmatch(path.name) and path.name not in kept:
-                shutil.rmtree(path, ignore_errors=True)  # an earlier run may still write in it, until its next commit
+                # An earlier run may still write into it, until its next commit; so errors are no matter.
+                shutil.rmtree(path, ignore_errors=True)
             elif LEFT_OVER.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         sync(self.directory)
 
     def _reserve(self, name: str, extra: Any) -> tuple[str, str]:
-        """Make a new directory for a window; returns its name, and `extra` as JSON."""
+        """Make a new directory for a window; return its name, and `extra` as JSON."""
         try:
             text = json.dumps(extra)
         except (TypeError, ValueError) as error:
@@ -244,13 +249,14 @@ class CalibrationCheckpoint:
         self._check_owner()
         try:
             (self.directory / name).mkdir()
+        # What an earlier run still writes, or has left after it lost the directory. It is never written into.
         except FileExistsError:
             name = f"{name}-{uuid.uuid4().hex[:8]}"
             (self.directory / name).mkdir()
         return name, text
 
     def _give_up(self, name: str) -> None:
-        """Remove an unfinished window; raises where another run has taken the directory over."""
+        """Remove an unfinished window; raise if another run has taken the directory over."""
         self._check_owner()
         shutil.rmtree(self.directory / name, ignore_errors=True)
 
@@ -260,8 +266,10 @@ class CalibrationCheckpoint:
         return progress
 
     def _write(self, progress: Progress) -> None:
-        """Write the record; all that it names is durable before it, since `write_window` has synced the window."""
+        """Write the record."""
         try:
+            # `write_window` has synced the window, but not its name in this directory. What a record names is durable
+            # before the record is.
             sync(self.directory)
             write_progress(self.directory, progress)
         except OSError as error:
@@ -272,7 +280,7 @@ class CalibrationCheckpoint:
 
     def _check_owner(self) -> None:
         held, _ = read_progress(self.directory)
-        if held is None or held.run != self._opened().run:
+        if held is None or held.run != self._require_opened().run:
             other = "was removed" if held is None else f"has been taken over by another run, {held.run}"
             raise RuntimeError(
                 f"checkpoint_dir={str(self.directory)!r} {other}; this run stops and has not changed it since. Let one "
@@ -280,7 +288,7 @@ class CalibrationCheckpoint:
             )
 
     def _refuse_half_done(self, fingerprint: Fingerprint, found: Progress, sound: Progress, fault: str) -> None:
-        """Raise where layers must be calibrated again, but the model holds finished weights; changes no file."""
+        """Raise if layers must be calibrated again, but the model holds finished weights; change no file."""
         if found.finished == fingerprint.weights != found.fingerprint.weights:
             raise ValueError(
                 f"checkpoint_dir={str(self.directory)!r}: {fault}, so layers from {sound.next_layer} on must be "
@@ -288,7 +296,7 @@ class CalibrationCheckpoint:
                 "original weights"
             )
 
-    def _damage(self, damages: Sequence[str], found: Progress | None, sound: Progress | None) -> str:
+    def _describe_damage(self, damages: Sequence[str], found: Progress | None, sound: Progress | None) -> str:
         number = sound.next_layer if sound else 0
         dropped = found.windows[len(sound.windows) :] if found and sound else ()
         name = f" ({dropped[0].names[0]})" if dropped and dropped[0].names else ""

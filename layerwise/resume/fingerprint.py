@@ -1,4 +1,4 @@
-"""The fingerprint of a calibration run: it tells whether one run may continue from the checkpoint of another.
+"""The fingerprint of a calibration run: it tells whether a run may continue from the checkpoint of an earlier one.
 
     weights     for each name in the state dict, 64 bits of its values  weights_digest
     data        64 bits of the multiset of batches, and their number    data_digest of every rank's hashes of batches
@@ -57,15 +57,16 @@ class Fingerprint:
     versions: Mapping[str, str] = field(default_factory=_versions)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; digests are 16 hexadecimal digits."""
+        """Return plain JSON values; digests are 16 hexadecimal digits."""
         record = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         record["weights"] = {name: f"{value:016x}" for name, value in self.weights.items()}
         record["data"] = f"{self.data:016x}"
+        # What is read from a file has lists for tuples, and texts for keys. So has this, and the two can be compared.
         return json.loads(json.dumps(record))  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Fingerprint":
-        """The inverse of to_json. Raises ValueError, TypeError or KeyError where the record is not a fingerprint."""
+        """Make a fingerprint of what `to_json` wrote; raise ValueError, TypeError or KeyError for anything else."""
         values = {item.name: record[item.name] for item in dataclasses.fields(cls)}
         values["weights"] = {name: int(value, 16) for name, value in record["weights"].items()}
         values["data"] = int(record["data"], 16)
@@ -75,7 +76,7 @@ class Fingerprint:
         return cls(**values)
 
     def differences(self, other: "Fingerprint") -> list[str]:
-        """Why `other` cannot continue this run, in words, one item for each difference; empty if it can."""
+        """Return, in words, why `other` cannot continue this run, one item for each difference; empty if it can."""
         before, now = self.to_json(), other.to_json()
         found = [f"other weights: {words}" for words in _weight_words(before["weights"], now["weights"])]
         if self.batches != other.batches:
@@ -88,7 +89,8 @@ class Fingerprint:
             ("other options", "options"),
         ):
             old, new = before[kind], now[kind]
-            if old.get("type") != new.get("type"):  # then the other entries cannot be compared
+            # Fields of different classes mean different things, so then only the classes are named.
+            if old.get("type") != new.get("type"):
                 old, new = {"type": old.get("type")}, {"type": new.get("type")}
             words = _entry_words(old, new)
             if words:
@@ -96,7 +98,7 @@ class Fingerprint:
         return found
 
     def remarks(self, other: "Fingerprint") -> list[str]:
-        """Differences that do not stop `other` from continuing this run, in words; the thread count first."""
+        """Return, in words, the differences that do not stop `other` from continuing; the thread count first."""
         found = []
         if self.threads != other.threads:
             found.append(
@@ -111,10 +113,10 @@ class Fingerprint:
 
 
 def data_digest(batch_hashes: Iterable[int], group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """(digest, count) of the multiset of all ranks' batches; their order and distribution do not matter.
+    """Return (digest, count) of the multiset of all ranks' batches; their order and distribution do not matter.
 
-    Call it on all ranks of the group. Where ranks share batches (those of one tensor-parallel group), only one of them
-    passes its hashes, and the others pass none.
+    Call it on all ranks of the group. If ranks share batches (those of one tensor-parallel group), one of them passes
+    its hashes, and the rest pass none.
     """
     own = list(batch_hashes)
     hashes = sorted(value for values in on_all(group, lambda: own) for value in values)
@@ -137,12 +139,12 @@ def _weight_words(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
 
 
 def first_and_count(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first name, and how many more there are."""
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def _entry_words(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two JSON objects, entry by entry."""
+    """Say what differs between two JSON objects, entry by entry."""
     words = []
     for name in dict.fromkeys([*before, *now]):
         if name not in now:
@@ -150,11 +152,11 @@ def _entry_words(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         elif name not in before:
             words.append(f"{name} is {_short(now[name])}, there was none")
         elif before[name] != now[name]:
-            words.append(f"{name} {_change(before[name], now[name])}")
+            words.append(f"{name} {_change_words(before[name], now[name])}")
     return words
 
 
-def _change(before: Any, now: Any) -> str:
+def _change_words(before: Any, now: Any) -> str:
     if not (isinstance(before, list) and isinstance(now, list)):
         return f"was {_short(before)}, now {_short(now)}"
     gone, new = [item for item in before if item not in now], [item for item in now if item not in before]

@@ -54,7 +54,8 @@ class Window:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Window":
-        """The inverse of asdict. Raises ValueError, TypeError or KeyError where the record is not a window."""
+        """Make a window of what `asdict` gave; raise ValueError, TypeError or KeyError for anything else."""
+        # These names are joined with the directory and read, so none may lead out of it.
         if not WINDOW.fullmatch(record["directory"]) or any(Path(name).name != name for name in record["files"]):
             raise ValueError(f"a window in {record['directory']!r}")
         if any(not name.isprintable() for name in record["files"]):  # lone surrogates, which no file system has
@@ -84,7 +85,7 @@ class Progress:
         return self.windows[-1].last + 1 if self.windows else 0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         finished = None if self.finished is None else {name: f"{value:016x}" for name, value in self.finished.items()}
         return {
             "fingerprint": self.fingerprint.to_json(),
@@ -95,7 +96,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Progress":
-        """The inverse of to_json. Raises ValueError, TypeError, KeyError or AttributeError for anything else."""
+        """Make what `to_json` wrote; raise ValueError, TypeError, KeyError or AttributeError for anything else."""
         finished, run = record["finished"], record["run"]
         windows = tuple(map(Window.from_json, record["windows"]))
         if any(after.first != before.last + 1 for before, after in pairwise(windows)) or (windows and windows[0].first):
@@ -111,7 +112,7 @@ class Progress:
 
 
 def read_progress(directory: Path) -> tuple[Progress | None, list[str]]:
-    """The progress in a directory, None where none can be read; and what is damaged, in words.
+    """Return the progress in a directory, None if none can be read; and what is damaged, in words.
 
     Raises:
         ValueError: a newer version of this library has written it.
@@ -128,16 +129,19 @@ def read_progress(directory: Path) -> tuple[Progress | None, list[str]]:
             continue
         # A sound first file is enough: a run that ends between the two writes leaves no second one.
         return progress, damages
+    # Both are missing: nobody has begun here, and nothing is damaged.
     return None, [] if damages == [f"{name} is missing" for name in (PROGRESS, BACKUP)] else damages
 
 
 def write_progress(directory: Path, progress: Progress) -> None:
-    """Commit: durable when it returns; at any moment before, there is the old or the new progress. Rank 0 only."""
-    record = json.loads(json.dumps(progress.to_json()))  # so that its digest is that of what will be read
+    """Commit; durable when it returns, and at any moment before there is the old or the new progress. Rank 0 only."""
+    # JSON changes values (tuples, keys that are numbers), and the digest must be that of what will be read.
+    record = json.loads(json.dumps(progress.to_json()))
     data = json.dumps(
         {"version": FORMAT, "digest": _record_digest(FORMAT, record), "progress": record}, indent=1
     ).encode()
     for name in (PROGRESS, BACKUP):
+        # Named after the run: two runs in one directory must not write into one file.
         temporary = directory / f"{name}.{progress.run.split()[0]}.tmp"
         with temporary.open("wb") as stream:
             stream.write(data)
@@ -157,6 +161,7 @@ def _parse(data: bytes, file: Path) -> Progress:
         version, digest, record = held["version"], held["digest"], held["progress"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _DamagedError("not the JSON that was written") from error
+    # Not taken for damage, which would restart the calibration and drop what a newer version has saved.
     if isinstance(version, int) and version > FORMAT:
         raise ValueError(
             f"{file} has format version {version}, this library reads up to {FORMAT}: a newer one has written it; "

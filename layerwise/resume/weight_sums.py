@@ -1,8 +1,8 @@
 """64-bit digests of weights that do not depend on how weights are cut over ranks.
 
 Every rank sums mix(global index, bits) over the elements it holds (`box_sum`); `weights_digest` adds up the sums of all
-ranks, in one all-reduce for all weights. Where m ranks hold each piece, the sum counts it m times, and must be divided
-by m, which the number of counted elements tells on any mesh. A sum modulo 2^64 cannot be divided: so the upper and the
+ranks, in one all-reduce for all weights. If m ranks hold each piece, the sum counts it m times, and must be divided by
+m, which the number of counted elements tells on any mesh. A sum modulo 2^64 cannot be divided: so the upper and the
 lower halves of the ranks' sums are added separately, which is exact.
 """
 
@@ -45,7 +45,7 @@ def weights_digest(
     group: dist.ProcessGroup | None = None,
     read: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, int]:
-    """64 bits for each tensor of a state dict, the same for every sharding and on all ranks.
+    """Return 64 bits for each tensor of a state dict, the same for every sharding and on all ranks.
 
     Call it on all ranks of the group (None: the default one, if there is one) with the same names, in any order.
     Replicas are assumed to be equal; of a plain tensor, rank 0's values count. A quantized tensor's digest is made from
@@ -58,7 +58,8 @@ def weights_digest(
     """
     pieces: dict[str, list[tuple[str, _Piece]]] = {}
     kinds: dict[str, list[Any]] = {}  # of the quantized ones
-    for name in sorted(named):  # sums are matched by their place
+    # Sorted, since ranks' sums are matched by their place in one message.
+    for name in sorted(named):
         value = named[name]
         if read is not None and value.is_meta:
             value = read(value)
@@ -66,7 +67,7 @@ def weights_digest(
         if problem is not None:
             raise ValueError(f"{name}: {problem}")
         tensors = expand_leaf(name, value) or {"": plain_leaf(value)}
-        pieces[name] = [(part, _piece(tensor, counts=is_first(group))) for part, tensor in tensors.items()]
+        pieces[name] = [(part, _make_piece(tensor, counts=is_first(group))) for part, tensor in tensors.items()]
         q = quantized_local(value)
         if q is not None:
             kinds[name] = [q.recipe.to_json(), str(q.dtype)]
@@ -83,7 +84,7 @@ def weights_digest(
 
 
 def box_sum(local: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
-    """int64 []: the sum of mix(index, bits), wrapping around, over a box at `offsets` of a tensor of `shape`.
+    """Return int64 []: the sum of mix(index, bits), wrapping around, over a box at `offsets` of a tensor of `shape`.
 
     index is the element's place in the whole tensor, row-major. Bit for bit the same on every device.
     """
@@ -105,29 +106,28 @@ def box_sum(local: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tens
     if local.ndim:
         starts = starts + offsets[cut] * math.prod(shape[cut + 1 :])
     most = _CHUNK_CPU if local.is_cpu else _CHUNK
+    # Chunks do not change the result: the sum wraps around, so it is the same in any order.
     columns = min(run, most)
     rows_at_once = max(1, most // columns)
     for row in range(0, len(bits), rows_at_once):
         for column in range(0, run, columns):
             chunk = bits[row : row + rows_at_once, column : column + columns]
             index = torch.arange(column, column + chunk.shape[1], dtype=torch.int64, device=local.device)
-            total += _hashed_pairs(index + starts[row : row + rows_at_once, None], chunk).sum()
+            total += _hash_pairs(index + starts[row : row + rows_at_once, None], chunk).sum()
     return total
 
 
-def _hashed_pairs(index: Tensor, bits: Tensor) -> Tensor:
-    """int64, of the shapes broadcast: a hash of every (index, bits) pair; overwrites `index`.
-
-    A mere product of index and bits would not do: sums of products miss it when two highest bits (signs) change places.
-    The shift keeps the sign, which is faster than masking it out and costs one bit.
-    """
+def _hash_pairs(index: Tensor, bits: Tensor) -> Tensor:
+    """Return int64, of the shapes broadcast: a hash of every (index, bits) pair; overwrites `index`."""
+    # A mere product of index and bits would not do: a sum of products is the same if two signs change places. The shift
+    # keeps the sign, which is faster than masking it out and costs one bit.
     x = index.mul_(GOLDEN).bitwise_xor_(bits.to(torch.int64) * MIX_FIRST)
     for _ in range(2):
         x.bitwise_xor_(x >> 32).mul_(MIX)
     return x.bitwise_xor_(x >> 32)
 
 
-def _piece(value: Tensor, *, counts: bool) -> _Piece:
+def _make_piece(value: Tensor, *, counts: bool) -> _Piece:
     local, shape = local_of(value), tuple(value.shape)
     offsets: Sequence[int] = (0,) * len(shape)
     if isinstance(value, DTensor):
@@ -141,12 +141,13 @@ def _piece(value: Tensor, *, counts: bool) -> _Piece:
 
 
 def _sum_over_ranks(pieces: Sequence[_Piece], group: dist.ProcessGroup | None) -> Any:
-    """(sum of the unsigned totals, elements counted) of every piece over all ranks, as exact integers."""
+    """Return (sum of the unsigned totals, elements counted) of every piece over all ranks, as exact integers."""
     totals: dict[torch.device, list[int]] = {}
     for place, piece in enumerate(pieces):
         totals.setdefault(piece.total.device, []).append(place)
     table = torch.zeros(len(pieces), 3, dtype=torch.int64, device="cpu")
-    for places in totals.values():  # one read for each device
+    # One read for each device: the CPU waits for it each time.
+    for places in totals.values():
         values = torch.stack([pieces[place].total for place in places]).cpu()
         table[places, 0], table[places, 1] = values & LOW, (values >> 32) & LOW
     table[:, 2] = torch.tensor([piece.counted for piece in pieces], dtype=torch.int64, device="cpu")
@@ -158,6 +159,7 @@ def _sum_over_ranks(pieces: Sequence[_Piece], group: dist.ProcessGroup | None) -
 
 def _weight_digest(name: str, piece: _Piece, total: int, counted: int) -> int:
     size = math.prod(piece.shape)
+    # Replicas count as often as there are of them, and everywhere alike; any other count is a wrong group.
     copies, rest = divmod(counted, size) if size else (1, 0)
     if rest or not copies:
         raise ValueError(

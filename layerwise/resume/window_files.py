@@ -1,7 +1,7 @@
 """One window on disk: a DCP checkpoint, and the size and digest of each of its files.
 
-Digests of whole files find any damage on any number of ranks. The checkpoint's own digests are of chunks, and a rank
-that reads part of a chunk cannot compare it.
+Digests of whole files find any damage on any number of ranks. The checkpoint's own checksums are of chunks, and a rank
+that reads a part of a chunk cannot compare it.
 """
 
 import os
@@ -27,29 +27,30 @@ READ = 1 << 24  # bytes of a file at a time
 
 
 def write_window(directory: Path, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Save with `dcp.save`, every file and their directory synced. Returns the name and summary of each file.
+    """Save with `dcp.save`, sync every file and their directory, and return the name and summary of each file.
 
     Raises:
         RuntimeError: some rank failed; the same text on all of them.
     """
-    with _dcp():
+    with _translate_errors():
         dcp.save(
             dict(state),
-            storage_writer=AtomicFileSystemWriter(directory),  # stock's does not sync all of `.metadata`, nor names
+            # The stock writer does not sync all of `.metadata`, nor the names in the directory.
+            storage_writer=AtomicFileSystemWriter(directory),
             planner=QuantizedSavePlanner(),
             process_group=group,
         )
-    files = on_first(group, lambda: _named_files(directory))
-    own = [name for name in files if _writer(name) % ranks_of(group) == rank_of(group)]
-    told = on_all(group, lambda: {name: _summary(directory / name) for name in own})
+    files = on_first(group, lambda: _list_files(directory))
+    # Each rank digests what it has just written, which is in its page cache.
+    own = [name for name in files if _writer_of(name) % ranks_of(group) == rank_of(group)]
+    told = on_all(group, lambda: {name: _summarize(directory / name) for name in own})
     return {name: summary for part in told for name, summary in part.items()}
 
 
-def _named_files(directory: Path) -> list[str]:
-    """The files of a checkpoint, as its metadata names them (the metadata that dcp.save returns does not, torch 2.11).
-
-    The directory is not listed, since files of other ranks may show up there later.
-    """
+def _list_files(directory: Path) -> list[str]:
+    """Return the files of a checkpoint, as its metadata names them."""
+    # Not from the directory: on a shared file system, files of other ranks may show up there later. Nor from what
+    # dcp.save returns: on torch 2.11 that metadata does not have them.
     stored = SafeFileSystemReader(directory).read_metadata().storage_data or {}
     return sorted({str(info.relative_path) for info in stored.values()} | {".metadata"})
 
@@ -60,7 +61,7 @@ def read_window(directory: Path, targets: Mapping[str, Any], group: dist.Process
     Raises:
         RuntimeError: some rank failed; the same text on all of them.
     """
-    with _dcp():
+    with _translate_errors():
         dcp.load(
             dict(targets),
             storage_reader=SafeFileSystemReader(directory),
@@ -69,31 +70,31 @@ def read_window(directory: Path, targets: Mapping[str, Any], group: dist.Process
         )
 
 
-def first_faults(parent: Path, windows: Sequence[Window], group: dist.ProcessGroup | None) -> dict[int, str]:
-    """Position of each damaged window -> its first fault, in words. The ranks divide the files among themselves.
+def find_faults(parent: Path, windows: Sequence[Window], group: dist.ProcessGroup | None) -> dict[int, str]:
+    """Find each damaged window: its position -> its first fault, in words. Each rank reads a share of the files.
 
     Raises:
         OSError: on all ranks, a file cannot be read, which says nothing of its bytes.
     """
     files = [(place, name) for place, window in enumerate(windows) for name in window.files]
 
-    def own() -> list[tuple[int, str]]:
+    def find_own() -> list[tuple[int, str]]:
         found = []
         for place, name in files[rank_of(group) :: ranks_of(group)]:
             window = windows[place]
-            fault = _file_fault(parent / window.directory / name, window.files[name])
+            fault = _find_fault(parent / window.directory / name, window.files[name])
             if fault:
                 found.append((place, f"{window.directory}/{name} {fault}"))
         return found
 
     faults: dict[int, str] = {}
-    for place, fault in sorted(fault for part in on_all(group, own) for fault in part):
+    for place, fault in sorted(fault for part in on_all(group, find_own) for fault in part):
         faults.setdefault(place, fault)
     return faults
 
 
 def check_usable(directory: Path, name: str, group: dist.ProcessGroup | None) -> None:
-    """Make the directory if need be, and see that every rank can write files in it and sees the same one.
+    """Make the directory if need be, and check that every rank can write files in it and sees the same one.
 
     Args:
         directory: the same path on all ranks.
@@ -140,14 +141,14 @@ def _write_probe(path: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def _writer(name: str) -> int:
-    """The rank that wrote a file of a DCP checkpoint, and so has it in its page cache."""
+def _writer_of(name: str) -> int:
+    """Return the rank that wrote a file of a DCP checkpoint; rank 0 for the metadata."""
     found = re.match(r"__(\d+)_", name)
     return int(found[1]) if found else 0
 
 
-def _summary(file: Path) -> str:
-    """Size and digest of a file's bytes."""
+def _summarize(file: Path) -> str:
+    """Return size and digest of a file's bytes, as one text."""
     state = xxhash.xxh3_64()
     with file.open("rb") as stream:
         while block := stream.read(READ):
@@ -155,19 +156,20 @@ def _summary(file: Path) -> str:
         return f"{stream.tell()} {state.hexdigest()}"
 
 
-def _file_fault(file: Path, expected: str) -> str | None:
-    """What is wrong with a file, in words."""
+def _find_fault(file: Path, expected: str) -> str | None:
+    """Say what is wrong with a file; None if nothing is."""
     size = int(expected.partition(" ")[0])
     try:
         found = file.stat().st_size
         if found != size:
             return f"has {found} bytes, expected {size}"
-        return None if _summary(file) == expected else "does not hold the bytes that were written"
+        return None if _summarize(file) == expected else "does not hold the bytes that were written"
     except (FileNotFoundError, NotADirectoryError):
         return "is missing"
     except IsADirectoryError:
         return "is a directory"
-    except OSError as error:  # it may be sound, and readable in a moment
+    # The file may be sound, and readable in a moment; as damage it would be dropped.
+    except OSError as error:
         raise type(error)(
             f"{file} can not be read ({error.strerror}), so it is not known to be damaged. Nothing has been removed: "
             "start again when it can be read, or remove its directory to calibrate its layers anew"
@@ -175,11 +177,10 @@ def _file_fault(file: Path, expected: str) -> str | None:
 
 
 @contextmanager
-def _dcp() -> Iterator[None]:
-    """Turns DCP's exception, a BaseException that all ranks raise, into one that tells each rank's error.
-
-    Also silences DCP's notice about saving and loading in a single process, which is intended here.
-    """
+def _translate_errors() -> Iterator[None]:
+    """Turn DCP's exception into a RuntimeError that tells each rank's error."""
+    # DCP's is a BaseException, which callers that catch Exception would not see. It also warns of saving in a single
+    # process, which is intended here.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         try:

@@ -6,5 +6,5 @@ online      linears whose inputs are rotated at run time, by globs
 choice      options, and the modules that they name
 plan        which dims of which weights are rotated; what does not fit is refused
 proof       that the model is one whose function the plan does not change, by signs alone
-written     which parameters of a model it has changed, for the results of a calibration
+written     which parameters of a model a rotation has changed, for the results of a calibration
 """

@@ -1,4 +1,4 @@
-"""Which modules are to be rotated: options, and modules by their names, checked by themselves."""
+"""Which modules are to be rotated: the options, and the modules that they name, each checked by itself."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.wrappers import plain_modules, plain_parameters
-from layerwise.rotating.online import named_linears, plain_linear
+from layerwise.rotating.online import check_linear, find_linears
 from qtensor.products.input_rotation import is_size
 from qtensor.spec.selection import check_lists, matches, unmatched
 
 # The names of Llama and its relatives in transformers.
 READS = ("*q_proj", "*k_proj", "*v_proj", "*qkv_proj", "*gate_proj", "*up_proj", "*gate_up_proj", "*lm_head")
 WRITES = ("*embed_tokens", "*o_proj", "*down_proj")
-MADE, TAKEN = "v_proj", "o_proj"
+MADE, TAKEN = "v_proj", "o_proj"  # the linears of an attention that make values, and take them
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 PLACES = ("stream", "values")
 
@@ -60,7 +60,7 @@ class RotationOptions:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Pattern of `online` -> its block."""
+        """The patterns of `online`, each with its block."""
         return dict(self.online) if isinstance(self.online, Mapping) else dict.fromkeys(self.online, self.block)
 
 
@@ -69,10 +69,10 @@ class Axis:
     """What is rotated: the residual stream, the values of one attention, whose heads are rotated alike, or inputs.
 
     Attributes:
-        what: in words.
+        what: its name in messages.
         period: how many channels the stream has, or a head, or a linear takes.
         maker: fqn of the linear that makes the values, or whose inputs are rotated at run time; empty for the stream.
-        online: the block, where inputs are rotated at run time (then without signs); else 0.
+        online: the block, if inputs are rotated at run time (then without signs); else 0.
     """
 
     what: str
@@ -86,7 +86,7 @@ class Chosen:
     """The modules to change, by fqn.
 
     Attributes:
-        reads, writes: those of the residual stream; empty where that is not rotated.
+        reads, writes: those of the residual stream; empty if that is not rotated.
         values: (fqn of the values' linear, fqn of the linear that reads them, head_dim).
         stream: the residual stream, if it is rotated.
         online: fqns of linears whose inputs are rotated at run time.
@@ -99,31 +99,32 @@ class Chosen:
     online: Mapping[str, Axis]
 
     def names(self) -> list[str]:
-        """All fqns, each once."""
+        """Return all fqns, each once."""
         pairs = (name for pair in self.values for name in pair[:2])
         return list(dict.fromkeys([*self.writes, *self.reads, *pairs, *self.online]))
 
 
 def choose(model: nn.Module, asked: RotationOptions) -> Chosen:
-    """The modules that the options name, checked by themselves.
+    """Return the modules that the options name, each checked by itself.
 
     Raises:
         ValueError, TypeError: patterns, modules, widths or parameters that do not fit, by name.
     """
+    # A shard may hold a part of a block, and a rotation needs whole ones.
     for name, param in plain_parameters(model):
         if isinstance(param, DTensor):
             raise TypeError(f"rotate_: {name} is sharded (a DTensor); rotate the model before fully_shard")
     modules = dict(plain_modules(model))
     reads, writes, stream = {}, {}, None
     if "stream" in asked.where:
-        reads = {name: _linear(name, found) for name, found in _find_named(modules, asked.reads, READS, "reads")}
+        reads = {name: _check_linear(name, found) for name, found in _find_named(modules, asked.reads, READS, "reads")}
         writes = {
-            name: found if isinstance(found, nn.Embedding) else _linear(name, found)
+            name: found if isinstance(found, nn.Embedding) else _check_linear(name, found)
             for name, found in _find_named(modules, asked.writes, WRITES, "writes")
         }
         stream = Axis("the residual stream", _width(reads, writes, asked.block))
-    values = list(_values(modules, asked)) if "values" in asked.where else []
-    online = dict(_online(model, modules, asked, taken={*reads, *(reader for _, reader, _ in values)}))
+    values = list(_find_values(modules, asked)) if "values" in asked.where else []
+    online = dict(_find_online(model, modules, asked, taken={*reads, *(reader for _, reader, _ in values)}))
     chosen = Chosen(reads, writes, values, stream, online)
     for name in chosen.names():
         check_plain(name, modules[name])
@@ -146,12 +147,12 @@ def _find_named(
     return iter(found)
 
 
-def _linear(name: str, module: nn.Module) -> nn.Linear:
-    return plain_linear("rotate_", name, module)
+def _check_linear(name: str, module: nn.Module) -> nn.Linear:
+    return check_linear("rotate_", name, module)
 
 
 def _width(reads: Mapping[str, nn.Linear], writes: Mapping[str, nn.Linear | nn.Embedding], block: int) -> int:
-    """The channels of the residual stream."""
+    """Return how many channels the residual stream has; all modules must agree."""
     widths = {name: module.in_features for name, module in reads.items()}
     for name, module in writes.items():
         out = module.embedding_dim if isinstance(module, nn.Embedding) else module.out_features
@@ -168,7 +169,7 @@ def _width(reads: Mapping[str, nn.Linear], writes: Mapping[str, nn.Linear | nn.E
     return width
 
 
-def _values(modules: Mapping[str, nn.Module], asked: RotationOptions) -> Iterator[tuple[str, str, int]]:
+def _find_values(modules: Mapping[str, nn.Module], asked: RotationOptions) -> Iterator[tuple[str, str, int]]:
     found = False
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
@@ -176,13 +177,15 @@ def _values(modules: Mapping[str, nn.Module], asked: RotationOptions) -> Iterato
         if last != MADE or reader not in modules:
             continue
         found = True
+        # With grouped queries o_proj reads each head of values several times, so only a head's size has to fit both.
         head = asked.head_dim or getattr(modules[parent], "head_dim", None)
-        made, taken = _linear(name, module).out_features, _linear(reader, modules[reader]).in_features
+        made, taken = _check_linear(name, module).out_features, _check_linear(reader, modules[reader]).in_features
         if type(head) is not int or head < 1 or made % head or taken % head:
             raise ValueError(
                 f"rotate_: heads of {head!r} channels do not divide the {made} of {name} and the {taken} of {reader}; "
                 "give head_dim="
             )
+        # A block across two heads would mix values that attention weighs apart.
         if head % asked.block:
             raise ValueError(
                 f"rotate_: block={asked.block} does not divide the {head} channels of a head of {name}; take a smaller "
@@ -195,12 +198,13 @@ def _values(modules: Mapping[str, nn.Module], asked: RotationOptions) -> Iterato
         )
 
 
-def _online(
+def _find_online(
     model: nn.Module, modules: Mapping[str, nn.Module], asked: RotationOptions, taken: Collection[str]
 ) -> Iterator[tuple[str, Axis]]:
-    """Linears whose inputs are rotated at run time; `taken`: those whose columns are rotated with what they read."""
+    """Find linears whose inputs are rotated at run time; `taken`: those whose columns follow what they read already."""
+    # With duplicates: a tied weight is used elsewhere, too, on inputs that no hook rotates.
     uses = Counter(id(param) for _, param in plain_parameters(model, remove_duplicate=False))
-    for name, linear, block in named_linears("rotate_", modules, asked.blocks):
+    for name, linear, block in find_linears("rotate_", modules, asked.blocks):
         if name in taken:
             raise NotImplementedError(
                 f"rotate_: {name}, which online= names, takes what is rotated without it; leave it out of online=, or "

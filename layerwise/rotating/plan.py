@@ -1,4 +1,4 @@
-"""Which dims of which weights are rotated, decided before anything is written.
+"""Which dims of which weights are rotated: a plan, made before anything is written.
 
     residual stream   x R in place of x. Embeddings and linears that write it: the dim of their outputs. Linears that
                       read it: their columns. Between them only RMSNorm, which commutes with R once its gain is moved
@@ -26,14 +26,20 @@ _SHOWN = 5  # names in one message
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """A norm by its fqn, whose gain, its weight or 1 + weight ("offset"), goes into the linears behind it."""
+    """A norm whose gain is moved into the linears behind it.
+
+    Attributes:
+        name: fqn of the module.
+        weight: its parameter [K].
+        kind: the gain is the weight ("norm"), or 1 + weight ("offset").
+    """
 
     name: str
     weight: Tensor
     kind: Literal["norm", "offset"]
 
     def gain(self) -> Tensor:
-        """Float64 [K]."""
+        """Return the gain, float64 [K]."""
         return self.weight.detach().double() + (1.0 if self.kind == "offset" else 0.0)
 
 
@@ -44,7 +50,7 @@ class Change:
     Attributes:
         name: fqn of the parameter.
         tensor: the parameter.
-        reads: whether its columns take what is rotated (those of an embedding make it).
+        reads: whether its columns take what is rotated; those of an embedding make it.
         columns, rows: what these are rotated with, or None.
         norm: fqn of the norm whose gain goes into the columns, or None.
     """
@@ -56,26 +62,32 @@ class Change:
     rows: Axis | None = None
     norm: str | None = None
 
-    def does(self) -> tuple[Axis | None, Axis | None, str | None]:
-        """The same for two changes that do the same."""
+    def effect(self) -> tuple[Axis | None, Axis | None, str | None]:
+        """Return what it does, equal for two changes that do the same."""
         return self.columns, self.rows, self.norm
 
 
 @dataclass(frozen=True, eq=False)
 class RotationPlan:
-    """A change for every parameter, and the norms in front of reading linears by fqn; `folded`: those with a gain."""
+    """What a rotation changes.
+
+    Attributes:
+        changes: one for every parameter that is written.
+        norms: the norms in front of linears that read the stream, by fqn.
+        folded: fqns of those whose gain is moved into these linears.
+    """
 
     changes: Sequence[Change]
     norms: Mapping[str, nn.Module]
     folded: frozenset[str]
 
     def axes(self) -> list[Axis]:
-        """Everything that is rotated."""
+        """Return everything that is rotated, each once."""
         return list(dict.fromkeys(axis for one in self.changes for axis in (one.columns, one.rows) if axis is not None))
 
 
 def norms_of(model: nn.Module, chosen: Chosen) -> dict[str, nn.Module]:
-    """Modules that may be norms of the stream, by fqn: they have one number for each of its channels."""
+    """Return the modules that may be norms of the stream, by fqn: they have one number for each of its channels."""
     if chosen.stream is None:
         return {}
     found = {}
@@ -86,42 +98,42 @@ def norms_of(model: nn.Module, chosen: Chosen) -> dict[str, nn.Module]:
     return found
 
 
-def plan_rotations(model: nn.Module, chosen: Chosen, sight: Trace) -> RotationPlan:
-    """A change for every parameter.
+def plan_rotations(model: nn.Module, chosen: Chosen, trace: Trace) -> RotationPlan:
+    """Plan a change for every parameter that is to be rotated.
 
     Args:
         model: all of it.
-        chosen: what it is made of.
-        sight: a run of it.
+        chosen: the modules that the options name.
+        trace: what a run of the model has shown.
 
     Raises:
         ValueError: the batch does not reach a module.
         NotImplementedError: norms, tied weights, or parameters beside the plan with which it would not be exact.
     """
     for name in chosen.names():
-        if name not in sight.reached:
+        if name not in trace.reached:
             raise ValueError(
                 f"rotate_: the batch does not reach {name}, so nothing can be shown of it; give more tokens"
             )
     norms = norms_of(model, chosen)
-    used = {name: norms[name] for name in _norms_used(sight)}
-    folded = frozenset(name for name, module in used.items() if not _uniform(_weight_of(name, module)))
-    changes = _merge(_changes(model, chosen, sight, folded))
+    used = {name: norms[name] for name in _find_used_norms(trace)}
+    folded = frozenset(name for name, module in used.items() if not _is_uniform(_weight_of(name, module)))
+    changes = _merge(_list_changes(model, chosen, trace, folded))
     _check_uses(model, chosen, changes)
     if chosen.stream is not None:
         _check_rest(model, chosen, used, chosen.stream.period)
     return RotationPlan(changes, used, folded)
 
 
-def _norms_used(sight: Trace) -> list[str]:
-    """Norms that a reading linear takes the output of."""
-    for name, sources in sight.sources.items():
+def _find_used_norms(trace: Trace) -> list[str]:
+    """Return the norms whose output a reading linear takes."""
+    for name, sources in trace.sources.items():
         if len(sources) > 1:
             several = ", ".join(sorted(str(source) for source in sources))
             raise NotImplementedError(
                 f"rotate_: {name} takes the outputs of several modules ({several}), so no gain can be moved into it"
             )
-    return [source for sources in sight.sources.values() for source in sources if source is not None]
+    return [source for sources in trace.sources.values() for source in sources if source is not None]
 
 
 def _weight_of(name: str, norm: nn.Module) -> Tensor:
@@ -136,12 +148,12 @@ def _weight_of(name: str, norm: nn.Module) -> Tensor:
     return weight
 
 
-def _uniform(weight: Tensor) -> bool:
-    """One gain for all channels commutes with a rotation, so it stays where it is."""
+def _is_uniform(weight: Tensor) -> bool:
+    """Tell whether all channels have one gain: it commutes with a rotation, so it stays where it is."""
     return bool((weight == weight[0]).all())
 
 
-def _changes(model: nn.Module, chosen: Chosen, sight: Trace, folded: frozenset[str]) -> Iterator[Change]:
+def _list_changes(model: nn.Module, chosen: Chosen, trace: Trace, folded: frozenset[str]) -> Iterator[Change]:
     made = {name: Axis("the values of attentions", head, name) for name, _, head in chosen.values}
     taken = {reader: made[name] for name, reader, _ in chosen.values}
     modules = dict(plain_modules(model))
@@ -150,22 +162,25 @@ def _changes(model: nn.Module, chosen: Chosen, sight: Trace, folded: frozenset[s
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
         if isinstance(module, nn.Embedding):
+            # Rows of an embedding are tokens; its columns are the channels that it writes.
             yield Change(f"{name}.weight", weight, reads=False, columns=chosen.stream)
             continue
         columns = chosen.stream if name in chosen.reads else taken.get(name, chosen.online.get(name))
         rows = chosen.stream if name in chosen.writes else made.get(name)
-        source = next(iter(sight.sources.get(name, ())), None) if name in chosen.reads else None
+        source = next(iter(trace.sources.get(name, ())), None) if name in chosen.reads else None
         yield Change(f"{name}.weight", weight, True, columns, rows, source if source in folded else None)
+        # A bias is added behind the product, so it is rotated with the rows, and never with the columns.
         if bias is not None and rows is not None:
             yield Change(f"{name}.bias", bias, reads=False, rows=rows)
 
 
 def _merge(changes: Iterator[Change]) -> list[Change]:
-    """One change for each parameter."""
+    """Return one change for each parameter; raise if two names of a tied one need different changes."""
     by_parameter: dict[int, Change] = {}
     for one in changes:
         first = by_parameter.setdefault(id(one.tensor), one)
-        if first.does() == one.does():
+        # An output projection that is tied to the embedding reads by columns what that writes by columns: one change.
+        if first.effect() == one.effect():
             continue
         if one.norm is not None and first.columns == one.columns and not first.reads:
             raise NotImplementedError(
@@ -190,10 +205,9 @@ def _check_uses(model: nn.Module, chosen: Chosen, changes: Sequence[Change]) -> 
 
 
 def _check_rest(model: nn.Module, chosen: Chosen, norms: Mapping[str, nn.Module], width: int) -> None:
-    """Whatever else has a dim of the stream's width may belong to the stream.
-
-    Buffers too: signs do not show a scale for each channel. (A mask of integers is none.)
-    """
+    """Refuse whatever else has a dim of the stream's width, since it may belong to the stream."""
+    # Buffers, too: a scale for each channel commutes with signs, so the proof would not notice it. A mask of integers
+    # is none.
     known = {*chosen.names(), *norms}
     rest = [
         f"{name}.{attribute} {list(found.shape)}".removeprefix(".")

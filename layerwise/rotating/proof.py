@@ -6,14 +6,14 @@ value by value (0 equals -0). If something else reads or writes the channels, mi
 change. The same is done to the gains of norms and the columns of the linears behind them. Each norm is looked at alone,
 too: with gain 1 it has to commute with the rotation itself.
 
-What is left open is what commutes with signs and not with a rotation: an odd function of single channels (tanh), a
-factor for each channel (a gate), a norm without a gain that is not RMS (the largest magnitude), heads that are shorter
-than head_dim says. And what the batch does not reach. The outputs after the rotation tell the former, within rounding.
+Signs leave open what commutes with them, but not with a rotation: an odd function of single channels (tanh), a factor
+for each channel (a gate), a norm without a gain that is not RMS (the largest magnitude), heads that are shorter than
+head_dim says. The outputs after the rotation show these, within rounding. What the batch does not reach stays open.
 
 Inputs that are rotated at run time are shown in the same way, with signs in place of the hooks that will rotate them.
 
-    norm_kind     how a norm alone takes its weight; refuses one that does not commute with rotations
-    prove         all of the above on the model; the weights are put back
+    find_norm_kind    how a norm alone takes its weight; refuses one that does not commute with rotations
+    prove             all of the above on the model; the weights are put back
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,8 +33,8 @@ from layerwise.rotating.plan import Change, Norm, RotationPlan
 from layerwise.rotating.tracing import Runs
 
 
-def norm_kind(name: str, norm: nn.Module, rotation: Rotation) -> Literal["norm", "offset"]:
-    """Whether the gain is its weight, or 1 + weight; run alone, on random rows in fp32.
+def find_norm_kind(name: str, norm: nn.Module, rotation: Rotation) -> Literal["norm", "offset"]:
+    """Find whether a norm's gain is its weight, or 1 + weight; it runs alone, on random rows in fp32.
 
     Raises:
         NotImplementedError: it is neither, or does not commute with the rotation when its gain is 1.
@@ -43,11 +43,14 @@ def norm_kind(name: str, norm: nn.Module, rotation: Rotation) -> Literal["norm",
     assert weight is not None
     width = weight.numel()
     drawn = torch.Generator(device="cpu").manual_seed(width)
+    # Rows with a mean of 1, so that a norm that subtracts the mean is far off; gains that are powers of two, since
+    # multiplying by these is exact, and the outputs can be compared for equality.
     rows = (torch.randn(8, width, generator=drawn, dtype=torch.float32, device="cpu") + 1).to(weight.device)
     powers = torch.exp2(torch.randint(-1, 3, (width,), generator=drawn, dtype=torch.int64, device="cpu").float())
     powers = powers.to(weight.device)
 
     def run(values: Tensor, given: Tensor) -> Tensor:
+        # The weight is exchanged for this call alone, and never written.
         output = functional_call(norm, {"weight": given}, (values,))
         assert isinstance(output, Tensor)
         return output
@@ -62,8 +65,8 @@ def norm_kind(name: str, norm: nn.Module, rotation: Rotation) -> Literal["norm",
         raise NotImplementedError(
             f"rotate_: {name} (a {type(norm).__name__}) multiplies its channels neither by its weight nor by 1 + weight"
         )
-    turned = run(rotation.columns(rows).float(), unit)
-    found = deviation(rotation.columns(plain), turned)
+    turned = run(rotation.rotate_columns(rows).float(), unit)
+    found = deviation(rotation.rotate_columns(plain), turned)
     if not found <= tolerance(torch.float32, 1, width):
         raise NotImplementedError(
             f"rotate_: {name} (a {type(norm).__name__}) does not commute with rotations: its output is off by "
@@ -73,26 +76,29 @@ def norm_kind(name: str, norm: nn.Module, rotation: Rotation) -> Literal["norm",
 
 
 def prove(plan: RotationPlan, norms: Sequence[Norm], runs: Runs) -> None:
-    """Run the model under changed signs. The weights are put back bit for bit, also when it raises.
+    """Run the model under changed signs. The weights are put back bit for bit, also if it raises.
 
     Args:
         plan: the changes.
-        norms: those whose gains are moved.
+        norms: the norms whose gains are moved.
         runs: the model on its batch.
 
     Raises:
         NotImplementedError: the outputs change, or do not repeat.
         ValueError: the batch does not show it.
     """
+    # Equality proves something only of a model that repeats itself.
     plain = runs.outputs()
-    if not _same(plain, runs.outputs()):
+    if not _is_same(plain, runs.outputs()):
         raise NotImplementedError(
             "rotate_: the model's outputs on the same batch differ from run to run, so nothing can be shown of it; "
             "pass a batch without a cache, and deterministic kernels"
         )
     _prove_gains(plan.changes, norms, runs, plain)
+    # Each axis has signs of its own, so that one taken for another shows.
     signs = {axis: signs_of(number, axis.period) for number, axis in enumerate(plan.axes())}
-    flips = list(_flips(plan.changes, signs))
+    flips = list(_list_flips(plan.changes, signs))
+    # All attentions together have one `what`, so the model does not run once for each of them.
     for what in dict.fromkeys(axis.what for axis in signs if not axis.online):
         _prove_channels(what, [one for one in flips if one.axis.what == what], runs, plain)
     online = [one for one in flips if one.axis.online]
@@ -110,7 +116,7 @@ class Flip:
     reads: bool
 
 
-def _flips(changes: Sequence[Change], signs: Mapping[Axis, Tensor]) -> Iterator[Flip]:
+def _list_flips(changes: Sequence[Change], signs: Mapping[Axis, Tensor]) -> Iterator[Flip]:
     for one in changes:
         if one.columns is not None:
             yield Flip(one.tensor, _spread(signs[one.columns], one.tensor, -1), one.columns, one.reads)
@@ -120,43 +126,44 @@ def _flips(changes: Sequence[Change], signs: Mapping[Axis, Tensor]) -> Iterator[
 
 def _prove_channels(what: str, flips: Sequence[Flip], runs: Runs, plain: Sequence[Tensor]) -> None:
     with _flip_signs((one.tensor, one.signs) for one in flips):
-        if not _same(plain, runs.outputs()):
+        if not _is_same(plain, runs.outputs()):
             raise NotImplementedError(
                 f"rotate_: other signs in all that makes and reads {what}, as planned, changed the model's outputs: "
                 "something else takes part in it, or mixes its channels (LayerNorm subtracts means); name what reads "
                 "and writes the residual stream in reads= and writes=, or leave this out by where="
             )
+    # The other way round: signs in what makes the channels alone must show, or the batch has shown nothing.
     with _flip_signs((one.tensor, one.signs) for one in flips if not one.reads):
-        if _same(plain, runs.outputs()):
+        if _is_same(plain, runs.outputs()):
             raise ValueError(
                 f"rotate_: other signs of {what} do not show in the model's outputs on this batch; give another"
             )
 
 
 def _prove_inputs(flips: Sequence[Flip], signs: Mapping[Axis, Tensor], runs: Runs, plain: Sequence[Tensor]) -> None:
-    """Signs in the columns of linears, and in their inputs, by hooks at the place of those that will rotate them."""
+    """Change signs in the columns of linears, and in their inputs, by hooks in place of those that will rotate them."""
     with _flip_signs((one.tensor, one.signs) for one in flips):
         alone = runs.outputs()
         with ExitStack() as hooks:
             for one in flips:
                 linear = module_named(runs.model, one.axis.maker)
-                hook = _sign(signs[one.axis])
+                hook = _make_sign_hook(signs[one.axis])
                 hooks.callback(linear.register_forward_pre_hook(hook, with_kwargs=True).remove)
             both = runs.outputs()
     names = ", ".join([one.axis.maker for one in flips][:3])
-    if not _same(plain, both):
+    if not _is_same(plain, both):
         raise NotImplementedError(
             f"rotate_: other signs in the inputs of {names} and in the columns of their weights changed the model's "
             "outputs: something uses a weight in another way than by calling the module; leave it out of online="
         )
-    if _same(plain, alone):
+    if _is_same(plain, alone):
         raise ValueError(
             f"rotate_: other signs in the weights of {names} do not show in the model's outputs on this batch; give "
             "another"
         )
 
 
-def _sign(signs: Tensor) -> Callable[..., Any]:
+def _make_sign_hook(signs: Tensor) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (args[0] * signs.to(args[0]), *args[1:]), kwargs
@@ -166,13 +173,14 @@ def _sign(signs: Tensor) -> Callable[..., Any]:
 
 
 def _prove_gains(changes: Sequence[Change], norms: Sequence[Norm], runs: Runs, plain: Sequence[Tensor]) -> None:
-    """Signs in the gains, and the same in the columns behind them; for 1 + weight at weight 0, where it is exact."""
+    """Change signs in the gains, and in the columns behind them."""
     if not norms:
         return
     signs = {norm.name: signs_of(number, norm.weight.numel()) for number, norm in enumerate(norms)}
     offset = {id(norm.weight): norm for norm in norms if norm.kind == "offset"}
     behind = [(one.tensor, _spread(signs[one.norm], one.tensor, -1)) for one in changes if one.norm is not None]
     gains = [(norm.weight, _spread(signs[norm.name], norm.weight, 0)) for norm in norms]
+    # To change the sign of a gain 1 + w makes w to -2 - w, which may be rounded. At w = 0 it is exact.
     with _keep_bytes([norm.weight for norm in offset.values()]):
         for norm in offset.values():
             norm.weight.zero_()
@@ -181,7 +189,7 @@ def _prove_gains(changes: Sequence[Change], norms: Sequence[Norm], runs: Runs, p
             for weight, own in gains:
                 if id(weight) in offset:
                     weight.copy_(own - 1)
-            if not _same(before, runs.outputs()):
+            if not _is_same(before, runs.outputs()):
                 names = ", ".join(norm.name for norm in norms[:3])
                 raise NotImplementedError(
                     f"rotate_: other signs in the gains of norms ({names}, ...) and in the columns of the linears "
@@ -191,20 +199,21 @@ def _prove_gains(changes: Sequence[Change], norms: Sequence[Norm], runs: Runs, p
 
 
 def _spread(signs: Tensor, tensor: Tensor, dim: int) -> Tensor:
-    """The signs along a dim of a tensor, repeated, to multiply it with."""
+    """Repeat signs along a dim of a tensor, in the shape to multiply it with."""
     repeated = signs.repeat(tensor.shape[dim] // signs.numel()).to(tensor)
     return repeated.unsqueeze(-1) if dim == 0 and tensor.ndim > 1 else repeated
 
 
 @contextmanager
 def _flip_signs(flips: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Inside, the weights are multiplied by signs, which is undone by doing it again."""
+    """Return a context manager in which weights are multiplied by signs."""
     done: list[tuple[Tensor, Tensor]] = []
     try:
         for tensor, signs in flips:
             tensor.mul_(signs)
             done.append((tensor, signs))
         yield
+    # The same signs again put back every bit.
     finally:
         for tensor, signs in reversed(done):
             tensor.mul_(signs)
@@ -212,25 +221,26 @@ def _flip_signs(flips: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 @contextmanager
 def _keep_bytes(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Afterwards they hold the bytes that they had before."""
+    """Return a context manager after which tensors hold the bytes that they held before."""
     saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
+    # Copied back in place: the model and the plan hold these very tensors.
     finally:
         for tensor, value in saved:
             tensor.copy_(value)
 
 
-def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    """Whether all values are equal; NaN equals itself, and 0 equals -0, since signs of nothing may change."""
+def _is_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Tell whether all values are equal; NaN equals itself, and 0 equals -0, since a zero's sign may change."""
     return len(left) == len(right) and all(
         a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
         for a, b in zip(left, right, strict=True)
     )
 
 
-def rotations(plan: RotationPlan, block: int, seed: int | None) -> Mapping[Axis, Rotation]:
-    """The matrix of every axis; inputs are rotated at run time without signs, as engines do it."""
+def make_rotations(plan: RotationPlan, block: int, seed: int | None) -> Mapping[Axis, Rotation]:
+    """Make the matrix of every axis; inputs are rotated at run time without signs, as engines do it."""
     return {
         axis: Rotation(axis.online or block, signs_of(None if axis.online else seed, axis.period))
         for axis in plan.axes()

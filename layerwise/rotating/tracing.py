@@ -23,10 +23,11 @@ class Runs:
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         self.model = model
+        # Kept as a calibration keeps it: each run gets copies, since a model may write into its inputs.
         (self._batch,) = batches_of(model, [batch], Store("device").keep)
 
     def outputs(self) -> list[Tensor]:
-        """All floating-point tensors that the model returns, copied. Caches are not looked into.
+        """Run the model, and return copies of its floating-point outputs; it does not look into caches.
 
         Raises:
             ValueError: there are none.
@@ -47,41 +48,43 @@ class Trace:
 
     Attributes:
         reached: fqns of the modules that were called with a tensor that is not empty.
-        sources: fqn of a linear -> fqns of what gave it its inputs: norms, or None for all else.
+        sources: fqn of a linear -> fqns of the norms that gave it its inputs; None stands for anything else.
     """
 
     reached: set[str] = field(default_factory=set)
     sources: dict[str, set[str | None]] = field(default_factory=dict)
 
 
-def look(runs: Runs, linears: Collection[str], norms: Mapping[str, nn.Module]) -> Trace:
+def trace_run(runs: Runs, linears: Collection[str], norms: Mapping[str, nn.Module]) -> Trace:
     """Run the model once, and note what is called, and which linears take the output of which norms.
 
-    An output is known by its memory, so views of it are, and copies are not. (A linear whose norm is not noticed is
-    planned without a gain, which the proof then refuses.)
+    An output is known by its memory, so a view of it is recognised, and a copy is not. (A linear whose norm is not
+    noticed is planned without a gain, which the proof then refuses.)
     """
-    sight = Trace()
+    trace = Trace()
     held: dict[int, tuple[str, Tensor]] = {}
     names = {module: name for name, module in norms.items()}
 
     def before(name: str) -> Callable[..., None]:
         def note(_: nn.Module, args: Any, kwargs: Any) -> None:
             given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+            # Some models call an expert that no token chose, with an empty tensor: the batch shows nothing of it.
             if any(one.numel() for one in given):
-                sight.reached.add(name)
+                trace.reached.add(name)
             if name in linears and given:
                 source = held.get(given[0].untyped_storage().data_ptr())
-                sight.sources.setdefault(name, set()).add(source[0] if source else None)
+                trace.sources.setdefault(name, set()).add(source[0] if source else None)
 
         return note
 
     def after(module: nn.Module, _: Any, output: Any) -> None:
-        if isinstance(output, Tensor):  # held, so that no other tensor gets its memory meanwhile
+        # Held, so that no other tensor gets its memory in the meantime.
+        if isinstance(output, Tensor):
             held[output.untyped_storage().data_ptr()] = (names[module], output)
 
     with _hook(runs.model, before, after, norms):
         runs.outputs()
-    return sight
+    return trace
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The parameters that a rotation has written, noted at their modules, so that a result can bring them along.
 
-Files of the model before the rotation have other values of them: beside rotated weights they make another function.
+Files of the model before the rotation have different values of them, which do not fit the rotated weights.
 The note is an attribute of the module, which stays where parameters are replaced (sharding), moved or copied.
 """
 
@@ -23,7 +23,8 @@ def note_written(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def find_written(model: nn.Module) -> dict[str, Tensor]:
-    """Plain fqn -> parameter, of all that rotations have written; what is on meta has no values, and is left out."""
+    """Find all parameters that rotations have written, by plain fqn, but for those on meta, which have no values."""
+    # By the parameters' identity, since `plain_parameters` names a tied one once, and the note may be at another name.
     noted = {
         id(module._parameters.get(attribute))
         for module in model.modules()

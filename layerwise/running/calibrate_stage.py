@@ -86,7 +86,7 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
     with raise_together(method.group):
         before.check_unwritten(method.algorithm)
     smoothed = smooth(stage, statistics, method, replay, identities)
-    yardstick.refer(collector, smoothed.factors)
+    yardstick.set_reference(collector, smoothed.factors)
     del collector
     check_alike(stage, method.group)
     if stage.attentions and not method.quantized_onward and (smoothed.written or before.written()):
@@ -107,7 +107,7 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
                 replay.keep(batch, output)
     kv_amax = caches.agree(method.group)
     notes = {name: {**smoothed.notes.get(name, {}), **own} for name, own in noted.items()}
-    measured = yardstick.measured(smoothed.facts, notes, stage.index if stage.name else None, method.group)
+    measured = yardstick.make_figures(smoothed.facts, notes, stage.index if stage.name else None, method.group)
     with raise_together(method.group):
         installed.check_installed()
     written = {*before.written(), *smoothed.written} - {target.name for target in stage.targets}

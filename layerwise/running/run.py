@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fsdp_hooks.ranks.across_ranks import any_of, raise_together
 from layerwise.inputs.recording.recorder import Recorder
-from layerwise.inputs.replaying.collectives import check_kind, check_own_batch, other_kinds
-from layerwise.inputs.replaying.evaluating import evaluating
+from layerwise.inputs.replaying.collectives import check_kind, check_own_batch, find_other_kinds
+from layerwise.inputs.replaying.evaluating import set_eval_mode
 from layerwise.inputs.replaying.rehearsal import check_all, check_alone
 from layerwise.inputs.replaying.replay import LayerReplay, ModelReplay, Replay
 from layerwise.inputs.values.batches import batches_on
@@ -98,7 +98,7 @@ class LayerwiseRun(ABC, Generic[K]):
 
     def calibrate_stages(self, data: Any, directory: str | Path | None) -> None:
         """Go through all stages, from the first that `directory` does not have."""
-        with evaluating(self.plan.model), without_hooks(self.plan.model), ExitStack() as inputs:
+        with set_eval_mode(self.plan.model), without_hooks(self.plan.model), ExitStack() as inputs:
             weights = {} if directory is None else self._digest()
             own = peers(self.plan.model) if self.plan.tensor_parallel else ()  # of weights at rest
             with self.outside:
@@ -233,7 +233,7 @@ class LayerwiseRun(ABC, Generic[K]):
 
     def _check_other_kinds(self) -> None:
         """Look into the layers behind the first one, before anything is changed: those of a kind wait alike."""
-        for stage in other_kinds(self.plan.stages):
+        for stage in find_other_kinds(self.plan.stages):
             with ExitStack() as turn:
                 self._hold(stage, turn)
                 turn.enter_context(working(stage.targets))
@@ -247,7 +247,7 @@ class LayerwiseRun(ABC, Generic[K]):
     def _end(self, stage: Stage) -> None:
         """Free what the stage needed; afterwards its parameters are the shards again."""
         for recorder in self._recorders() if stage.name else ():
-            recorder.done(stage.index)
+            recorder.free(stage.index)
         if not stage.name or self.plan.whole:
             self._release_outside()
 

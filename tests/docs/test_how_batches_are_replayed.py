@@ -17,8 +17,9 @@ def test_the_map_names_every_module_and_classes_that_are_there() -> None:
     for module, classes in re.findall(r"^\| (?:`(\w+)\.py`)? ?\| ([^|]*)\|", table, re.M):
         if module or classes.startswith("`"):
             mapped.setdefault(module or list(mapped)[-1], []).extend(re.findall(r"`(\w+)`", classes))
-    assert sorted(mapped) == sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+    files = {path.stem: path for path in FOLDER.rglob("*.py") if path.stem != "__init__"}
+    assert sorted(mapped) == sorted(files)
     for module, classes in mapped.items():
-        tree = ast.parse((FOLDER / f"{module}.py").read_text(encoding="utf-8"))
+        tree = ast.parse(files[module].read_text(encoding="utf-8"))
         there = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
         assert set(classes) <= there, module

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from dcp_adapters import HeldVersion, SharedMemorySender, WeightStream, delta_to_bytes, digest, export_hf
-from dcp_adapters.digests.engine import unfused
+from dcp_adapters.digests.engine import unfuse
 from qtensor import (
     Float8CurrentScaling,
     MasterWeightOptimizer,
@@ -136,7 +136,7 @@ def held_by(engine: Engine, path: Path) -> dict[str, Tensor]:
     # Its kernel for scales of rows multiplies by [K, N].
     turned = [name for name in tensors if name.endswith("_proj.weight") and f"{name}_scale" in tensors]
     turned = [name for name in turned if tensors[f"{name}_scale"].shape[1:] == (1,)]
-    found = unfused(tensors, rows, turned=turned)
+    found = unfuse(tensors, rows, turned=turned)
     assert shapes.keys() <= found.keys()
     return {name: found[name].reshape(shape) for name, shape in shapes.items()}
 

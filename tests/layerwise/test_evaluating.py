@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerwise.inputs.replaying.evaluating import evaluating
+from layerwise.inputs.replaying.evaluating import set_eval_mode
 
 
 class Stubborn(nn.Module):
@@ -21,7 +21,7 @@ class Stubborn(nn.Module):
 
 
 def look(model: nn.Module) -> None:
-    with evaluating(model):
+    with set_eval_mode(model):
         assert not any(module.training for module in model.modules())
         assert not torch.is_grad_enabled()
         assert not torch.is_autocast_cache_enabled()
@@ -39,7 +39,7 @@ def test_modules_train_again_that_did() -> None:
 
 def test_an_error_on_the_way_in_leaves_nothing_changed() -> None:
     model = nn.Sequential(nn.Dropout(), Stubborn())
-    with pytest.raises(RuntimeError, match="I train for ever"), evaluating(model):
+    with pytest.raises(RuntimeError, match="I train for ever"), set_eval_mode(model):
         pass
     assert all(module.training for module in model.modules())
     assert torch.is_autocast_cache_enabled()
@@ -53,7 +53,7 @@ def test_an_error_on_the_way_in_leaves_compiled_code_to_run() -> None:
         return graph.forward
 
     torch.compiler.reset()
-    with pytest.raises(RuntimeError, match="I train for ever"), evaluating(Stubborn()):
+    with pytest.raises(RuntimeError, match="I train for ever"), set_eval_mode(Stubborn()):
         pass
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     assert len(graphs) == 1

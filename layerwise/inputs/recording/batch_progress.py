@@ -1,5 +1,6 @@
 """What all runs of the parent together have shown of one batch: how layers are called, and what they gave."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from layerwise.inputs.values.stores import StoredTensor
 
 @dataclass(eq=False)
 class BatchProgress:
-    """What is known of one batch.
+    """What is known of one batch; the calls of its layers and their outputs fill it, and `forget` empties it.
 
     Attributes:
         batch: what the model is called with.
@@ -19,7 +20,7 @@ class BatchProgress:
         outputs: of the layers that were run, as long as they may be needed.
         shapes: of all outputs so far, freed ones too.
         assumed: what stand-ins returned when later layers were recorded.
-        last_use: the last layer known to take an output of this one.
+        last_use: layer -> the last layer known to take its output.
         live: objects that layers are called with, by the place where they were first met.
         met: tensors that the last recorded layer was called with, by name, if the parent runs again for the next one.
         left: containers that layers share, and what was in them after the call whose output was put last.
@@ -42,16 +43,33 @@ class BatchProgress:
     cautious: bool = False
 
     def copy(self) -> "BatchProgress":
-        """Another one, for a run that is to leave no trace; nothing has run yet."""
+        """Make another one, for a run that is to leave no trace; call it before any layer has run."""
         known = {"calls": [*self.calls], "live": {**self.live}, "last_use": {**self.last_use}}
         return BatchProgress(self.batch, **known, cautious=self.cautious)  # type: ignore[arg-type]
 
+    def add(self, first: int, calls: Sequence[Call]) -> None:
+        """Add the calls of the layers from number `first` on, which are the next ones."""
+        for index, call in enumerate(calls, start=first):
+            for source in call.links():
+                self.last_use[source] = max(index, self.last_use.get(source, -1))
+        self.calls += calls
+
+    def shape_of(self, index: int, kinds: Sequence[type]) -> Shape | None:
+        """Return the shape of a layer's output; while unknown, that of the last layer of its class, or of any.
+
+        Args:
+            index: of the layer.
+            kinds: the classes of all layers.
+        """
+        same_class = [other for other in self.shapes if kinds[other] is kinds[index]]
+        return self.shapes.get(index) or (self.shapes[max(same_class or self.shapes)] if self.shapes else None)
+
     def forget(self, index: int, layers: int) -> None:
-        """Forget the inputs of a layer that is done, and outputs that no layer after it takes; there are `layers`."""
+        """Forget the inputs of a layer that is done, and outputs that no later one of the `layers` takes."""
         call = self.calls[index]
         # The parent runs again for the next layer, and may pass it a tensor that it passed to this one.
         again = len(self.calls) == index + 1 < layers
-        self.met = call.kept() if call is not None and again else {}
+        self.met = call.stored_tensors() if call is not None and again else {}
         self.calls[index] = None
         for source in [source for source in self.outputs if source < index]:
             if self.last_use.get(source, -1) <= index:

@@ -7,17 +7,17 @@
             for b in range(len(recorder)):
                 args, kwargs = recorder.inputs(i, b)
                 recorder.put(i, b, layer.forward(*args, **kwargs))
-            recorder.done(i)                         # frees what no later layer needs
+            recorder.free(i)                         # frees what no later layer needs
         for b in range(len(recorder)):
             recorder.run_tail(b)                     # everything after the last layer sees its true inputs
 
 `prepare(0)` stops each batch at the first layer. Once that has run, the shape of its output is known, so `prepare(1)`
 can run the parent with placeholders up to the last layer. If a layer returns something of another shape than its
-placeholder had, `put` notices, and `needs_parent` of the next layer is True. It is also True where a parent does more
+placeholder had, `put` notices, and `needs_parent` of the next layer is True. It is also True if a parent does more
 between two layers than pass hidden states on (see `ParentRun`).
 
 Nothing here is a collective, and no weight is touched; a rank may have no batches. But the parent's own modules run in
-`Recorder(...)` with a forward_loop, in `prepare` and in `run_tail`. Where these are sharded, keep them gathered around
+`Recorder(...)` with a forward_loop, in `prepare` and in `run_tail`. If these are sharded, keep them gathered around
 such calls, and let all ranks agree on `needs_parent`, which depends on each rank's batches. Outside these calls the
 model is as it was.
 """
@@ -35,7 +35,7 @@ from layerwise.inputs.recording.parent_run import ParentRun
 from layerwise.inputs.recording.shared_objects import SharedObjects
 from layerwise.inputs.values.batches import Data, batches_of
 from layerwise.inputs.values.calls import Call, Returned, Statics, restore_container
-from layerwise.inputs.values.stand_ins import Placeholder, swap_in, without_placeholders
+from layerwise.inputs.values.stand_ins import Placeholder, refuse_placeholders, swap_in
 from layerwise.inputs.values.stores import Store
 from layerwise.inputs.values.structure import flatten
 
@@ -69,13 +69,14 @@ class Recorder:
         self._uncounted: set[str] = set()  # arguments that layers may write into without torch counting it
         try:
             batches = batches_of(model, data, self._statics.keep)
+        # Without a recorder nobody could call `close`, and files of the first batches would stay.
         except BaseException:
             self._store.close()
             raise
         self._progress = [BatchProgress(batch) for batch in batches]
 
     def twin(self) -> "Recorder":
-        """A recorder of the same batches for other outputs of the layers. It keeps them in the same place.
+        """Make a recorder of the same batches for different outputs of the layers; it keeps them in the same place.
 
         An object that both hand to layers, and that these change, is refused, as one that several batches share.
         """
@@ -92,11 +93,11 @@ class Recorder:
         self.close()
 
     def __len__(self) -> int:
-        """How many batches this rank has."""
+        """Return how many batches this rank has."""
         return len(self._progress)
 
     def batch_hashes(self) -> list[int]:
-        """An unsigned 64-bit hash of what the model is called with, for each batch; the same on every device.
+        """Return, for each batch, an unsigned 64-bit hash of its arguments; the same on every device.
 
         Raises:
             TypeError: an argument is an object whose effect on the outcome cannot be hashed.
@@ -110,7 +111,7 @@ class Recorder:
         return self.hashes()
 
     def hashes(self) -> list[int]:
-        """Those of `batch_hashes`, with objects of which nothing but the type is told."""
+        """Return the hashes of `batch_hashes`; objects that cannot be hashed are in them by their type alone."""
         return [progress.batch.hash for progress in self._progress]
 
     def keep_only(self, batches: Iterable[int]) -> None:
@@ -118,7 +119,7 @@ class Recorder:
         self._progress = [self._progress[number] for number in batches]
 
     def needs_parent(self, index: int) -> bool:
-        """Whether the parent must run for this layer's inputs to be known, on this rank; `put` its inputs first."""
+        """Tell whether this rank's parent must run for a layer's inputs to be known; `put` what it depends on first."""
         return any(len(progress.calls) <= index for progress in self._progress)
 
     def prepare(self, index: int) -> None:
@@ -131,22 +132,24 @@ class Recorder:
         """
         if not self.needs_parent(index):
             return
-        with self._stand_ins():
+        with self._swap_layers():
             for number, progress in enumerate(self._progress):
                 self._check_put(index - 1, number)
+                # A run that turns out to need caution records nothing, and is done again.
                 while len(progress.calls) <= index:
                     stop = index if progress.cautious else len(self.layers) - 1
                     self._run = ParentRun(progress, number, self.layers, index, stop)
                     self._run.execute(self.model, self._statics)
                     self._run.commit()
                 progress.met = {}
+        # When all batches were recorded: only then an object shows that a later batch has filled it anew.
         for progress in self._progress:
             self._shared.meet(progress.sights)
             progress.sights = []
         self._statics.forget()
 
     def inputs(self, index: int, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Args and kwargs to call a layer's forward with; their tensors may be written in place.
+        """Return args and kwargs to call a layer's forward with; their tensors may be written in place.
 
         Call it again for the same layer and batch as often as needed, until the next layer's turn.
 
@@ -164,7 +167,7 @@ class Recorder:
     def run(
         self, index: int, batch: int, layer: Callable[..., Any], *, compare: bool = False
     ) -> tuple[Any, dict[str, Tensor]]:
-        """What a layer returns that is called with its `inputs`, as its parent called it.
+        """Call a layer with its `inputs`, as its parent called it.
 
         Returns:
             The output, and the tensors among the arguments that it wrote into, by name.
@@ -183,10 +186,10 @@ class Recorder:
             self._uncounted.update(written)
         return returned, written
 
-    def shared(self, index: int, batch: int) -> tuple[Tensor, ...]:
-        """Tensors that a layer, just called with its `inputs`, put into containers that later layers get, too."""
+    def shared_tensors(self, index: int, batch: int) -> tuple[Tensor, ...]:
+        """Return tensors that a layer, just called with its `inputs`, put into containers that later layers get."""
         call = self._progress[batch].calls[index]
-        return () if call is None else tuple(call.written())
+        return () if call is None else tuple(call.find_new_tensors())
 
     def put(self, index: int, batch: int, output: Any, written: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         """Keep what a layer returned for a batch, and wrote into its arguments; replaces what was put before.
@@ -204,13 +207,14 @@ class Recorder:
         progress.outputs[index] = kept
         call = progress.calls[index]
         progress.left = [] if call is None else call.containers()
-        progress.touched |= {} if call is None else call.touched()
+        progress.touched |= {} if call is None else call.find_touched()
         progress.shapes[index] = kept.shape
+        # Later layers were recorded with a stand-in that returned something else. The parent will run for them again.
         if progress.assumed.get(index, kept.shape) != kept.shape:
-            del progress.calls[index + 1 :]  # recorded with a stand-in that returned something else
+            del progress.calls[index + 1 :]
 
-    def in_place(self, index: int, batch: int, function: Callable[[], T]) -> T | None:
-        """What a function returns that is called where the parent calls a layer; None if it does not.
+    def run_in_place(self, index: int, batch: int, function: Callable[[], T]) -> T | None:
+        """Call a function where the parent calls a layer, and return its result; None if the parent does not get there.
 
         The stand-ins of the layers before return what these returned, as far as it is kept.
         """
@@ -231,9 +235,10 @@ class Recorder:
         Raises:
             NotImplementedError: as `prepare` and `run_tail`.
         """
+        # On a copy: what is recorded from guessed outputs must not be replayed.
         progress = self._progress[0].copy()
         first = progress.calls[0]
-        progress.touched = {} if first is None else first.touched()
+        progress.touched = {} if first is None else first.find_touched()
         kept = Returned.of(output, self._store, written)
         last = len(self.layers)
         for index in range(last):
@@ -251,10 +256,10 @@ class Recorder:
         self._statics.forget()
 
     def _execute(self, run: ParentRun) -> None:
-        with self._stand_ins():
+        with self._swap_layers():
             run.execute(self.model, self._statics)
 
-    def done(self, index: int) -> None:
+    def free(self, index: int) -> None:
         """Free the inputs of a layer, and the outputs that no layer after it takes.
 
         Containers that layers share are set to what the call left in them whose output was put last, even if the layer
@@ -264,6 +269,7 @@ class Recorder:
             NotImplementedError: layers changed an object that is the same for several batches.
         """
         for progress in self._progress:
+            # The layer may have been called again, for a report's figures, say; later ones get what fits its output.
             for container, state in progress.left:
                 restore_container(container, state)
             progress.left = []
@@ -283,7 +289,7 @@ class Recorder:
         """
         self._check_put(len(self.layers) - 1, batch)
         run = self._run = ParentRun(self._progress[batch], batch, self.layers, len(self.layers), len(self.layers))
-        with self._stand_ins(), without_placeholders(self.model, run.after_layers):
+        with self._swap_layers(), refuse_placeholders(self.model, run.refusal_behind):
             try:
                 run.execute(self.model, self._statics)
             except Exception as error:
@@ -323,17 +329,17 @@ class Recorder:
             )
 
     @contextmanager
-    def _stand_ins(self) -> Iterator[None]:
-        def called(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _swap_layers(self) -> Iterator[None]:
+        def answer(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             assert self._run is not None
-            return self._run.called(index, args, kwargs)
+            return self._run.answer(index, args, kwargs)
 
-        def given(index: int, name: str) -> None:
+        def refuse_attribute(index: int, name: str) -> None:
             assert self._run is not None
-            self._run.given(index, name)
+            self._run.refuse_attribute(index, name)
 
         try:
-            with swap_in(self.model, [layer for _, layer in self.layers], called, given):
+            with swap_in(self.model, [layer for _, layer in self.layers], answer, refuse_attribute):
                 yield
         finally:
             self._run = None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layerwise.inputs.values.calls import same_state, state_of_container
+from layerwise.inputs.values.calls import is_same_state, state_of_container
 from layerwise.inputs.values.contents import content_hash
 
 
@@ -16,8 +16,13 @@ from layerwise.inputs.values.contents import content_hash
 class SharedObject:
     """An object that stand-ins were called with in this run, the live one that layers get for it, and what it held.
 
-    content: a hash of what it held; None for caches, and for objects that stand for one of an earlier run.
-    filled: a hash of what a stand-in has put into it, as its layer would; None where it has put nothing.
+    Attributes:
+        value: the object in this run.
+        live: the object that layers are called with.
+        state: what `value` held, see `state_of_container`.
+        where: the layer and the name of the argument, for messages.
+        content: a hash of what it held; None for caches, and for objects that stand for one of an earlier run.
+        filled: a hash of what a stand-in has put into it, as its layer would; None if it has put nothing.
     """
 
     value: Any
@@ -27,9 +32,9 @@ class SharedObject:
     content: int | None = None
     filled: int | None = None
 
-    def holds(self) -> bool:
-        """Whether nobody has changed it since, or written into a tensor in it."""
-        same = same_state(state_of_container(self.value), self.state)
+    def is_unchanged(self) -> bool:
+        """Tell whether nobody has changed it since, or written into a tensor in it."""
+        same = is_same_state(state_of_container(self.value), self.state)
         return same and (self.content is None or content_hash(self.value) == self.content)
 
 
@@ -54,11 +59,12 @@ class SharedObjects:
         for sight in sights:
             if content_hash(sight.live) != sight.content:
                 raise self._refusal(sight, "the model fills again for a later batch")
+            # `_met` holds the objects, so an id stands for one object.
             if self._met.setdefault(id(sight.live), sight) is not sight:
                 self._shared[id(sight.live)] = sight
 
     def check(self) -> None:
-        """Raise NotImplementedError where layers have changed an object that several batches share."""
+        """Raise NotImplementedError if layers have changed an object that several batches share."""
         for sight in self._shared.values():
             if content_hash(sight.live) != sight.content:
                 raise self._refusal(sight, "is the same for several batches, and layers change it")

@@ -1,6 +1,6 @@
 """Ordinary tensors of the parent that a layer would have written into, and whose values nobody has at this moment.
 
-Layers may hand hidden states over by writing into a buffer that the parent gave them. Where only a stand-in was called,
+Layers may hand hidden states over by writing into a buffer that the parent gave them. If only a stand-in was called,
 such a buffer still holds what it held before. Code that computes with it would go on with wrong values, so it raises
 `Escape`, as code does that looks into a placeholder.
 """
@@ -14,7 +14,7 @@ from layerwise.inputs.values.stand_ins import Escape
 from layerwise.inputs.values.stores import is_ordinary
 from layerwise.inputs.values.structure import flatten
 
-# Names of functions that tell what a tensor is like, not its values; "__get__" is every property.
+# Functions that tell what a tensor is like, not its values; "__get__" is every property.
 DESCRIBES = {
     "__get__",
     "__len__",
@@ -29,10 +29,10 @@ DESCRIBES |= {"ndimension", "numel", "size", "storage_offset", "stride", "untype
 
 
 class Taints(TorchFunctionMode):
-    """Sees all functions of tensors, and raises `Escape` for those that take a tainted one.
+    """Sees all functions of tensors, and raises `Escape` for one that takes a tainted tensor.
 
     Attributes:
-        paused: nothing is checked, since it is not the parent that computes.
+        paused: nothing is checked, since a stand-in computes, and not the parent.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,14 @@ class Taints(TorchFunctionMode):
 
     def remove(self, tensor: Tensor) -> None:
         """Note that this very part of its memory holds what it should."""
+        # Other parts of the same memory stay tainted: a buffer may have a slice for each layer.
         self._held = [one for one in self._held if _place(one[0]) != _place(tensor)]
 
     def origins(self, value: Any) -> frozenset[int]:
-        """The layers that would have written into the memory of tensors in a value."""
+        """Return the layers that would have written into the memory of tensors in a value."""
         if not self._held:
             return frozenset()
+        # By memory, not by tensor: the parent may use a view, or what the tainted one is a view of.
         memory = {_memory(leaf) for leaf in flatten(value)[0] if isinstance(leaf, Tensor) and is_ordinary(leaf)}
         return frozenset(layer for tensor, layer in self._held if _memory(tensor) in memory)
 

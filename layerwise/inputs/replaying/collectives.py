@@ -2,7 +2,8 @@
 
 Under expert parallelism tokens go to the ranks that have their experts. If hooks of distribute_module send them, the
 hooks are taken away, and a layer with all experts computes the same on one rank. If the layer's own forward sends them,
-it would wait for ranks that run other batches, or none, and look for experts where there are others. So it is refused.
+it would wait for ranks that run different batches, or none, and take the experts of one rank for those of another. So
+it is refused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +28,10 @@ class Collective(BaseException):
     """Leaves a forward that was about to communicate; not an Exception, so that forwards that catch those let it go."""
 
 
-class _Refusing(TorchDispatchMode):
+class _RefuseCollectives(TorchDispatchMode):
     """Inside, an operation that communicates raises `Collective` and is not run."""
 
+    # Without it, torch refuses operations like flex attention under a mode, which do not communicate.
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,9 +41,10 @@ class _Refusing(TorchDispatchMode):
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """Inside, what would communicate raises `Collective`; nothing is compiled, which such a mode does not go with."""
-    with torch.compiler.set_stance("force_eager"), _Refusing():  # type: ignore[no-untyped-call]
+def refuse_collectives() -> Iterator[None]:
+    """Return a context manager in which what would communicate raises `Collective`; nothing is compiled in it."""
+    # Compiled code does not go together with a dispatch mode.
+    with torch.compiler.set_stance("force_eager"), _RefuseCollectives():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -52,7 +55,7 @@ def check_own_batch(replay: LayerReplay | ModelReplay, stage: Stage) -> None:
         NotImplementedError: it communicates.
     """
     if len(replay):
-        _refuse(stage, lambda: replay.run(0))
+        _check_run(stage, lambda: replay.run(0))
 
 
 def check_kind(recorder: Recorder, stage: Stage) -> None:
@@ -62,14 +65,14 @@ def check_kind(recorder: Recorder, stage: Stage) -> None:
         NotImplementedError: it communicates.
     """
     if len(recorder):
-        _refuse(
+        _check_run(
             stage,
             lambda: recorder.run(0, 0, lambda *args, **kwargs: call_without_fsdp(stage.module, args, kwargs)),
         )
 
 
-def other_kinds(stages: Sequence[Stage]) -> Iterator[Stage]:
-    """The first of each kind of layers whose experts ranks share out, without that of the first layer."""
+def find_other_kinds(stages: Sequence[Stage]) -> Iterator[Stage]:
+    """Yield the first layer of each kind whose experts are shared out over ranks, but not of the first layer's."""
     known = {_kind(stages[0])}
     for stage in stages:
         kind = _kind(stage)
@@ -82,9 +85,9 @@ def _kind(stage: Stage) -> tuple[Any, ...]:
     return stage.kind(), tuple(type(module) for module in stage.module.modules())
 
 
-def _refuse(stage: Stage, run: Callable[[], object]) -> None:
+def _check_run(stage: Stage, run: Callable[[], object]) -> None:
     try:
-        with refusing():
+        with refuse_collectives():
             run()
     except Collective as found:
         raise NotImplementedError(
@@ -93,5 +96,6 @@ def _refuse(stage: Stage, run: Callable[[], object]) -> None:
             "batches of its own, so others would not be there. Send tokens in hooks of distribute_module (input_fn, "
             "output_fn), which are taken away meanwhile, or shard the experts with fully_shard alone"
         ) from found
-    except Exception:  # noqa: BLE001 - it shows in its turn, if it has nothing to do with this run
+    # Another error may come of this run alone, whose inputs are those of the first layer. If not, it comes again.
+    except Exception:  # noqa: BLE001
         pass

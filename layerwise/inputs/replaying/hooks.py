@@ -11,6 +11,7 @@ from fsdp_hooks.torch_private import group_size, mixed_precision
 from layerwise.stages.caller import caller
 from layerwise.weights.without_fsdp import without_fsdp
 
+# Before torch 2.13, FSDP casts the inputs of a group's first module and the outputs of its last, and no others.
 EACH_OF_A_GROUP_CASTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
@@ -33,6 +34,6 @@ def check_groups(layers: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def call_without_fsdp(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What `layer(*args, **kwargs)` returns, with FSDP's hooks replaced by the casts of its mixed precision."""
+    """Call a layer, with FSDP's hooks replaced by the casts of its mixed precision: its weights are held already."""
     with without_fsdp(layer):
         return layer(*args, **kwargs)

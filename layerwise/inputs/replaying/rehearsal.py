@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerwise.inputs.replaying.replay import LayerOutput, LayerReplay
 from layerwise.inputs.values.calls import is_value
-from layerwise.inputs.values.stores import is_ordinary, same_bits
+from layerwise.inputs.values.stores import has_same_bits, is_ordinary
 from layerwise.inputs.values.structure import flatten
 
 
@@ -28,16 +28,19 @@ def check_alone(replay: LayerReplay) -> None:
     if not len(replay):
         return
     alone = replay.run_and_compare(0)
-    inside = replay.recorder.in_place(replay.stage.index, 0, lambda: replay.run_and_compare(0))
-    if inside is None or _same(alone, inside):
+    inside = replay.recorder.run_in_place(replay.stage.index, 0, lambda: replay.run_and_compare(0))
+    if inside is None or _is_same(alone, inside):
         return
     devices = {leaf.device for leaf in flatten(alone)[0] if isinstance(leaf, Tensor)} | {torch.device("cpu")}
-    again, before = replay.run_and_compare(0), _random_states(devices)  # after what the model left behind
-    if not _same(again, replay.run_and_compare(0)):
+    # They differ. Two more runs tell whether the layer alone repeats itself. The first one does not count: the model
+    # has run since, and may have left something behind.
+    again, before = replay.run_and_compare(0), _random_states(devices)
+    if not _is_same(again, replay.run_and_compare(0)):
         if any(not torch.equal(one, other) for one, other in zip(before, _random_states(devices), strict=True)):
             raise _refusal(replay, "draws random numbers", "switch that off")
+        # Some kernels of other devices add in an order that changes from call to call, which no user can mend.
         if devices != {torch.device("cpu")}:
-            return  # kernels of some devices add in an order of their own
+            return
         raise _refusal(replay, "changes something of its own in each call, and computes otherwise then", "mend that")
     raise _refusal(
         replay,
@@ -64,7 +67,8 @@ def check_all(replay: LayerReplay, *, behind: bool) -> None:
         replay.recorder.rehearse(output.returned, output.written, behind=behind)
     except NotImplementedError:
         raise
-    except Exception:  # noqa: BLE001 - layers that return something else than the first one; it shows in their turn
+    # The layers may return something else than the first one, with which the model then fails; that proves nothing.
+    except Exception:  # noqa: BLE001
         pass
 
 
@@ -75,19 +79,20 @@ def _refusal(replay: LayerReplay, what: str, instead: str) -> NotImplementedErro
     )
 
 
-def _same(one: LayerOutput, other: LayerOutput) -> bool:
+def _is_same(one: LayerOutput, other: LayerOutput) -> bool:
     leaves, others = flatten(one)[0], flatten(other)[0]
-    return len(leaves) == len(others) and all(map(_same_leaf, leaves, others))
+    return len(leaves) == len(others) and all(map(_is_same_leaf, leaves, others))
 
 
-def _same_leaf(one: Any, other: Any) -> bool:
+def _is_same_leaf(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return not is_ordinary(one) or same_bits(one, other)
+        # Bits of a DTensor or a sparse tensor are not compared here, so such an output is let through.
+        return not is_ordinary(one) or has_same_bits(one, other)
     return bool(one == other) if is_value(one) else type(one) is type(other)
 
 
 def _random_states(devices: set[torch.device]) -> list[Tensor]:
-    """The states of the default generators of some devices, in one order."""
+    """Return the states of the default generators of some devices, in one order."""
     return [
         torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         for device in sorted(devices, key=str)

@@ -20,11 +20,11 @@ from layerwise.stages.stage import Stage
 
 @dataclass(frozen=True, eq=False)
 class LayerOutput:
-    """All that one run of a layer hands on: a layer still computes the same only if both stay the same.
+    """All that one run of a layer hands on; a layer computes the same only if all of it is the same.
 
     Attributes:
         returned: what it returned.
-        shared: tensors that it put into containers which later layers get, too (shared keys and values).
+        shared: tensors that it put into containers that later layers get, too (shared keys and values).
         written: tensors among its arguments that it wrote into, by name.
     """
 
@@ -51,11 +51,11 @@ class LayerReplay:
         return len(self.recorder)
 
     def run(self, batch: int) -> LayerOutput:
-        """The layer's output for one batch, and what it left for later layers elsewhere."""
+        """Run the layer on one batch; return its output, and what it left for later layers elsewhere."""
         return self._run(batch)
 
     def run_and_compare(self, batch: int) -> LayerOutput:
-        """As `run`; it also finds arguments that the layer writes into past torch's counts, and later runs tell."""
+        """Do as `run`; also find arguments into which the layer writes uncounted by torch, for later runs to tell."""
         return self._run(batch, compare=True)
 
     def keep(self, batch: int, output: LayerOutput) -> None:
@@ -73,7 +73,8 @@ class LayerReplay:
                 f"layer {self.stage.name} returns a {type(returned).__name__}, which computes when the model asks it "
                 "to, and not when the layer is called; let it return its values"
             )
-        shared = self.recorder.shared(index, batch)  # these may be written again
+        # The next run writes into the same containers and tensors, so what is to be compared is copied.
+        shared = self.recorder.shared_tensors(index, batch)
         return LayerOutput(returned, tuple(one.clone() for one in shared) if compare else shared, written)
 
 
@@ -88,7 +89,7 @@ class ModelReplay:
         return len(self.recorder)
 
     def run(self, batch: int) -> Any:
-        """The model's output for one batch."""
+        """Run the model on one batch, and return its output."""
         return self.recorder.run_tail(batch)
 
     def keep(self, batch: int, output: Any) -> None:

@@ -19,7 +19,7 @@ class Ambient:
 
     Attributes:
         autocast: for each device type whether autocast is on, and its dtype.
-        dtype: what new tensors are made in where nobody says so.
+        dtype: what new tensors are made in if nobody says so.
         attention: for each of ATTENTION whether it may be used.
     """
 
@@ -29,7 +29,8 @@ class Ambient:
 
     @classmethod
     def now(cls, devices: Iterable[str]) -> "Ambient":
-        """The switches at this moment; `devices`: types of devices, of which the CPU is always one."""
+        """Read the switches; `devices`: types of devices, to which the CPU is always added."""
+        # A layer may compute on the CPU even if all its arguments are on a GPU.
         known = sorted(one for one in {"cpu", *devices} if torch.amp.is_autocast_available(one))
         return cls(
             tuple((one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in known),
@@ -39,7 +40,7 @@ class Ambient:
 
     @contextmanager
     def set(self) -> Iterator[None]:
-        """Context manager in which the switches are these."""
+        """Return a context manager in which the switches are these."""
         before = Ambient.now(device for device, _, _ in self.autocast)
         with ExitStack() as stack:
             for one, other in zip(self.autocast, before.autocast, strict=True):

@@ -5,7 +5,7 @@
                               nothing there and returns None; its hooks run, so what FSDP casts is cast.
 
 Iterators are consumed once. The tensors of a batch are copied when it comes, so the next batch may be written into the
-same memory. Objects other than tensors are not copied; a change of one by a later batch is refused. A filled cache
+same memory. Objects other than tensors are not copied; if a later batch changes one, it is refused. A filled cache
 among the arguments is remembered as it was, see caches.py.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from layerwise.inputs.values.caches import CacheState, is_cache, is_empty
 from layerwise.inputs.values.contents import add_tensor, content_hash
-from layerwise.inputs.values.stand_ins import forward_of
+from layerwise.inputs.values.stand_ins import replace_forward
 from layerwise.inputs.values.stores import StoredTensor, is_ordinary
 from layerwise.inputs.values.structure import Structure, flatten, paths, unflatten
 from layerwise.weights.own_hooks import own_hooks_may_fail
@@ -46,7 +46,8 @@ class Batch:
     opaque: list[str]
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, StoredTensor]]]:
-        """The arguments, which the caller may write into, and what each of their tensors comes from."""
+        """Return the arguments, which the caller may write into, and what each of their tensors comes from."""
+        # One copy for each tensor, not for each place: arguments that were one object stay one object.
         taken: dict[int, Tensor] = {}
         used: list[tuple[Tensor, StoredTensor]] = []
         for leaf in self.leaves:
@@ -56,9 +57,17 @@ class Batch:
         args, kwargs = unflatten(self.structure, [taken.get(id(leaf), leaf) for leaf in self.leaves])
         return args, kwargs, used
 
+    def cache_state(self, cache: Any) -> CacheState:
+        """Return what to set a cache back to: the state in which it came, or the present one if the model fills it."""
+        known = next((state for state in self.caches if state.cache is cache), None)
+        if known is None:
+            known = CacheState(cache)
+            self.caches.append(known)
+        return known
+
 
 def batches_of(model: nn.Module, data: Data, keep: Callable[[Tensor], StoredTensor]) -> list[Batch]:
-    """All batches of this rank, each as it was when it came; there may be none.
+    """Return all batches of this rank, each as it was when it came; there may be none.
 
     Args:
         model: what is called; a forward_loop gets it.
@@ -79,17 +88,19 @@ def batches_of(model: nn.Module, data: Data, keep: Callable[[Tensor], StoredTens
         digest, opaque = _hash(leaves, names, caches)
         kept = [keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for name, leaf in zip(names, leaves, strict=True):
-            if not isinstance(leaf, Tensor):  # a cache is set back to its present past, unless that is overwritten
+            if not isinstance(leaf, Tensor):
+                # A cache that grows is set back to its present past, so only a change of that past matters.
                 past = [one for state in caches if state.cache is leaf for one in state.tensors()]
                 held = past or leaf
                 objects.append((f"{name} of batch {len(batches)} is a {type(leaf).__name__}", held, content_hash(held)))
         batches.append(Batch(structure, kept, caches, digest, opaque))
 
     if callable(data):
-        _calls_in(model, data, take)
+        _record_calls(model, data, take)
     else:
         for args, kwargs in _calls_of(data):
             take(args, kwargs)
+    # Compared when all batches have come: a loader may fill the object of the first batch for the last one.
     for what, held, was in objects:
         if content_hash(held) != was:
             raise ValueError(
@@ -100,7 +111,7 @@ def batches_of(model: nn.Module, data: Data, keep: Callable[[Tensor], StoredTens
 
 
 def batches_on(device: torch.device, data: Iterable[Any]) -> Iterator[Any]:
-    """The batches with their tensors on a device, one by one."""
+    """Yield the batches with their tensors on a device."""
     for batch in data:
         leaves, structure = flatten(batch)
         yield unflatten(structure, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
@@ -126,13 +137,14 @@ def _calls_of(data: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, 
             )
 
 
-def _calls_in(
+def _record_calls(
     model: nn.Module, loop: Callable[[nn.Module], Any], take: Callable[[tuple[Any, ...], dict[str, Any]], None]
 ) -> None:
     def forward(*args: Any, **kwargs: Any) -> None:
         take(args, kwargs)  # at once: the loop may fill the same memory again
 
-    with forward_of(model, forward), own_hooks_may_fail(model, "forward_hooks"), torch.no_grad():
+    # The user's forward hooks get None for an output and may fail on it; pre-hooks see the true arguments.
+    with replace_forward(model, forward), own_hooks_may_fail(model, "forward_hooks"), torch.no_grad():
         try:
             loop(model)
         except Exception as error:
@@ -141,7 +153,7 @@ def _calls_in(
 
 
 def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tuple[int, list[str]]:
-    """The hash of a call's arguments, and the names of those that are in it by their type alone."""
+    """Return the hash of a call's arguments, and the names of those that are in it by their type alone."""
     opaque = []
     digest = xxhash.xxh3_64()
     for name, leaf in zip(names, leaves, strict=True):
@@ -152,9 +164,11 @@ def _hash(leaves: list[Any], names: list[str], caches: list[CacheState]) -> tupl
                 opaque.append(f"{name} ({type(leaf).__name__})")
         elif isinstance(leaf, bool | int | float | str | bytes | torch.dtype | torch.device | None):
             digest.update(repr(leaf).encode())
-        else:  # an object: only its type, and for a cache what it holds
+        # An object has no content that is the same in every process, so only its type counts, and of a cache its past.
+        else:
             digest.update(type(leaf).__qualname__.encode())
             past = [tensor for state in caches if state.cache is leaf for tensor in state.tensors()]
+            # A cache that is not empty, but does not show its layers, has a past that is not in the hash.
             if not is_cache(leaf) or not (past or is_empty(leaf)):
                 opaque.append(f"{name} ({type(leaf).__name__})")
             for tensor in past:

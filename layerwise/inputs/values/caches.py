@@ -16,14 +16,14 @@ from layerwise.inputs.values.stores import version
 
 
 def is_cache(value: Any) -> bool:
-    """Whether it is a key/value cache."""
+    """Tell whether a value is a key/value cache."""
     return not isinstance(value, type) and all(
         callable(getattr(value, name, None)) for name in ("get_seq_length", "update")
     )
 
 
 def is_empty(cache: Any) -> bool:
-    """Whether nothing is in it."""
+    """Tell whether nothing is in a cache."""
     try:
         return int(cache.get_seq_length()) == 0
     except ValueError:  # it has no layer with a length
@@ -31,10 +31,11 @@ def is_empty(cache: Any) -> bool:
 
 
 class CacheState:
-    """What a cache holds at this moment, by reference: appending makes new tensors."""
+    """What a cache holds at this moment."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
+        # By reference, without copies of tensors: a cache that appends makes new tensors, and leaves these as they are.
         layers = getattr(cache, "layers", None)
         self._layers = [(layer, _copy(vars(layer))) for layer in layers] if isinstance(layers, list) else None
         self._length = None if self._layers is not None else cache.get_seq_length()
@@ -42,7 +43,7 @@ class CacheState:
         self._were = [(one, one.clone() if one.is_inference() else version(one)) for one in self.tensors()]
 
     def tensors(self) -> list[Tensor]:
-        """The past it holds, layer by layer, as far as the cache shows its layers."""
+        """Return the past it holds, layer by layer, as far as the cache shows its layers."""
         states = [state for _, state in self._layers or ()]
         return [value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)]
 
@@ -50,7 +51,7 @@ class CacheState:
         """Set the cache back to this state.
 
         Raises:
-            NotImplementedError: the past itself was overwritten, as caches of a fixed size do.
+            NotImplementedError: the past itself was overwritten, as caches of a fixed size do it.
         """
         if any(version(one) != was if isinstance(was, int) else not torch.equal(one, was) for one, was in self._were):
             raise NotImplementedError(
@@ -63,6 +64,7 @@ class CacheState:
             return
         del self.cache.layers[len(self._layers) :]
         for layer, state in self._layers:
+            # All attributes, not only keys and values: a cache's layer also counts, and notes whether it was set up.
             layer.__dict__.clear()
             layer.__dict__.update(_copy(state))
 

@@ -1,10 +1,10 @@
 """How a layer is called for one batch: recorded as where each argument comes from, not as values.
 
 Each leaf of a call's arguments has a source:
-    Link    an output of an earlier layer, recognised as the object that its stand-in returned; or what an earlier
-            layer wrote into one of its arguments, recognised as that argument
-    Kept    any other tensor: masks, rotary embeddings, position ids; one that several calls share is kept once
-    Fixed   everything else, the object itself: numbers, None, caches, and the containers that layers may fill
+    EarlierOutput   what an earlier layer returned, recognised as the object that its stand-in returned; or what it
+                    wrote into one of its arguments, recognised as that argument
+    StoredTensor    any other tensor: masks, rotary embeddings, position ids; one that several calls share is kept once
+    Fixed           everything else, the object itself: numbers, None, caches, and the containers that layers may fill
 
 Layers may talk to each other through a list, dict or dataclass that several of them get (shared keys and values). So a
 mutable container is a leaf, and kept live, unless it holds an output. An object that the parent passes to several
@@ -57,8 +57,8 @@ class Call:
     before: list[tuple[Any, Any]] | None = field(default=None)  # live containers as they were at the first use
     changed: list[Tensor] = field(default_factory=list)  # tensors in these that the last run wrote into
 
-    def kept(self) -> dict[str, StoredTensor]:
-        """The tensors among its leaves that are not outputs of layers, by name."""
+    def stored_tensors(self) -> dict[str, StoredTensor]:
+        """Return the tensors among its leaves that are not outputs of layers, by name."""
         return {
             name: source
             for name, source in zip(self.names, self.sources, strict=True)
@@ -66,33 +66,36 @@ class Call:
         }
 
     def links(self) -> set[int]:
-        """The layers whose outputs it takes."""
+        """Return the layers whose outputs it takes."""
         return {source.layer for source in self.sources if isinstance(source, EarlierOutput)}
 
     def arguments(self, output: Callable[[int], "Returned"]) -> tuple[Any, Any]:
-        """Args and kwargs to call the layer with: tensors copied, caches and live containers set back as recorded."""
+        """Copy tensors, set caches and live containers back, and return the args and kwargs to call the layer with."""
         args, kwargs = unflatten(self.structure, self._leaves(output))
         return args, kwargs
 
     def run(
         self, output: Callable[[int], "Returned"], function: Callable[..., Any], *, compare: bool | Collection[str] = ()
     ) -> tuple[Any, dict[str, Tensor]]:
-        """What a function returns that is called as the layer was, and the arguments that it wrote into, by name.
+        """Call a function as the layer was called; return its result, and the arguments that it wrote into, by name.
 
         Args:
             output: gives the outputs of earlier layers.
             function: the layer.
-            compare: the arguments of which values are compared, beside counting writes; True: all.
+            compare: names of the arguments whose values are compared, too, since torch does not count writes through
+                `.data` or numpy; True: all.
         """
         leaves = self._leaves(output)
         counts = [version(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         args, kwargs = unflatten(self.structure, leaves)
+        # Layers may also write into tensors that wait in a shared container, so those are counted, too.
         held = {id(one): (one, version(one)) for _, state in self.before or () for one in _tensors_in(state)}
         with self.ambient.set():
             returned = function(*args, **kwargs)
         self.changed = [one for one, count in held.values() if version(one) != count]
         written = {}
         for name, leaf, count, source in zip(self.names, leaves, counts, self.sources, strict=True):
+            # What is written into fixed objects is seen by `find_touched` and `find_new_tensors`.
             if not isinstance(leaf, Tensor) or isinstance(source, Fixed):
                 continue
             compared = compare is True or (compare is not False and name in compare)
@@ -102,6 +105,8 @@ class Call:
         return returned, written
 
     def _leaves(self, output: Callable[[int], "Returned"]) -> list[Any]:
+        # Arguments that were one object when the call was recorded are one object again: what a layer writes into one
+        # of them, it reads from the other.
         taken: dict[Any, Any] = {}
         for source in self.sources:
             key = source if isinstance(source, EarlierOutput) else id(source)
@@ -114,22 +119,23 @@ class Call:
                 continue
             kept = output(source.layer).leaves[source.leaf] if isinstance(source, EarlierOutput) else source
             taken[key] = kept.tensor() if isinstance(kept, StoredTensor) else kept
+        # Taken at the first use, not when recorded: by then the layers before have filled the live containers.
         if self.before is None:
             self.before = self.containers()
         for container, state in self.before:
-            if not same_state(state_of_container(container), state):
+            if not is_same_state(state_of_container(container), state):
                 restore_container(container, state)
         return [taken[source if isinstance(source, EarlierOutput) else id(source)] for source in self.sources]
 
     def containers(self) -> list[tuple[Any, Any]]:
-        """The live containers among the arguments, each with what it holds at this moment."""
+        """Return the live containers among the arguments, each with what it holds at this moment."""
         fixed = (source for source in self.sources if isinstance(source, Fixed))
         values = [source.value for source in fixed if source.cache is None and not is_value(source.value)]
         states = [(value, state_of_container(value)) for value in values]
         return [(value, state) for value, state in states if state is not None]
 
-    def touched(self) -> dict[str, list[Any]]:
-        """Name of a live container -> the keys, indices or attributes that the call, which has just run, set in it."""
+    def find_touched(self) -> dict[str, list[Any]]:
+        """Return, by name of a live container, the keys or attributes that the call, which has just run, set in it."""
         before = {id(container): state for container, state in self.before or ()}
         found: dict[str, list[Any]] = {}
         for name, source in zip(self.names, self.sources, strict=True):
@@ -141,8 +147,8 @@ class Call:
                     found[name] = keys
         return found
 
-    def written(self) -> Iterator[Tensor]:
-        """Tensors in the live containers that were not there before the last run, or that it wrote into."""
+    def find_new_tensors(self) -> Iterator[Tensor]:
+        """Yield tensors in the live containers that were not there before the last run, or that it wrote into."""
         before = {id(leaf) for _, state in self.before or () for leaf in flatten(state)[0]}
         for _, state in self.containers():
             yield from (leaf for leaf in _tensors_in(state) if id(leaf) not in before)
@@ -154,7 +160,7 @@ def _tensors_in(state: Any) -> list[Tensor]:
 
 
 def state_of_container(value: Any) -> Any:
-    """A shallow copy of what a live container, or an object with attributes, holds; None for everything else."""
+    """Copy, without its elements, what a container or an object with attributes holds; None for everything else."""
     if isinstance(value, MutableMapping):
         return dict(value)
     if isinstance(value, list):
@@ -165,7 +171,7 @@ def state_of_container(value: Any) -> Any:
 
 
 def items_of(state: Any) -> dict[Any, Any]:
-    """The state of a container by key or index."""
+    """Return the state of a container by key or index."""
     return state if isinstance(state, dict) else dict(enumerate(state))
 
 
@@ -174,6 +180,7 @@ def restore_container(container: Any, state: Any) -> None:
     if isinstance(container, list):
         container[:] = state
         return
+    # In place: layers that run later hold this very object.
     target = container if isinstance(container, MutableMapping) else vars(container)
     target.clear()
     target.update(state)
@@ -184,11 +191,11 @@ class Returned:
     """What a layer returned for one batch, and behind it the arguments that it wrote into."""
 
     shape: "Shape"
-    leaves: list[Any]  # a Kept for every tensor
+    leaves: list[Any]  # a StoredTensor for every tensor
 
     @classmethod
     def of(cls, value: Any, store: Store, written: Mapping[str, Tensor] = MappingProxyType({})) -> "Returned":
-        """Keep what a layer returned."""
+        """Keep what a layer returned, and what it wrote."""
         leaves, structure = flatten(value)
         count = len(leaves)
         leaves += written.values()
@@ -200,7 +207,7 @@ class Returned:
         return cls(Shape(structure, specs, tuple(written)), [kept.get(id(leaf), leaf) for leaf in leaves])
 
     def values(self) -> list[Any]:
-        """The leaves of what was returned, tensors in memory of their own."""
+        """Return the leaves of what was returned, tensors in memory of their own."""
         leaves = self.leaves[: len(self.shape.specs)]
         taken = {id(leaf): leaf.tensor() for leaf in leaves if isinstance(leaf, StoredTensor)}
         return [taken.get(id(leaf), leaf) for leaf in leaves]
@@ -221,7 +228,7 @@ class Shape:
     written: tuple[str, ...] = ()
 
     def placeholders(self, origin: int, zeros: dict[Any, Tensor]) -> list[Any]:
-        """Leaves for a stand-in to return; all but mere values are new objects, so that each can be recognised."""
+        """Make leaves for a stand-in to return; all but mere values are new objects, so that each can be recognised."""
         return [
             spec.placeholder(origin, zeros)
             if isinstance(spec, TensorSpec)
@@ -242,11 +249,12 @@ class _Object:
     def _look(self, *_: Any) -> Any:
         raise Escape(frozenset({self._origin}))
 
+    # Python looks special methods up on the class, past `__getattr__`.
     __iter__ = __next__ = __len__ = __getitem__ = __contains__ = __bool__ = __call__ = __enter__ = _look
 
 
 def is_value(leaf: Any) -> bool:
-    """Whether a leaf is a mere value, whose identity does not matter."""
+    """Tell whether a leaf is a mere value, whose identity does not matter."""
     return isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | None)
 
 
@@ -254,25 +262,26 @@ class Statics:
     """Tensors that are not outputs of layers, each kept once however many calls it is passed to.
 
     A tensor's memory only tells where to look. Its bits tell whether it is kept already, since a model may fill the
-    same memory anew.
+    same memory with other values.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        # Weak: a tensor is freed, and its file removed, with the last call that takes it.
         self._known: dict[Any, weakref.ref[StoredTensor]] = {}
 
-    def known(self, tensor: Tensor, kept: StoredTensor) -> None:
+    def note(self, tensor: Tensor, kept: StoredTensor) -> None:
         """Note that this tensor is kept already."""
         if is_ordinary(tensor):
             self._known[_place(tensor)] = weakref.ref(kept)
 
     def keep(self, tensor: Tensor) -> StoredTensor:
-        """Keep a tensor, or return it as already kept."""
+        """Keep a tensor, or return what was kept of it before."""
         found = self._known.get(_place(tensor)) if is_ordinary(tensor) else None
         kept = None if found is None else found()
         if kept is None or not kept.holds(tensor):
             kept = self._store.keep(tensor)
-            self.known(tensor, kept)
+            self.note(tensor, kept)
         return kept
 
     def forget(self) -> None:
@@ -286,8 +295,8 @@ def _place(tensor: Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), *seen
 
 
-def same_state(one: Any, other: Any) -> bool:
-    """Whether two states of a container hold the same objects, or equal mere values."""
+def is_same_state(one: Any, other: Any) -> bool:
+    """Tell whether two states of a container hold the same objects, or equal mere values."""
     if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and all(_is_same_value(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):

@@ -5,8 +5,8 @@
     kept.tensor()                    # another copy, on its device again, with the same values and strides
 
 A tensor is freed, and its file removed, with the last reference to its `StoredTensor`. Files hold raw bytes. Tensors
-more than their bytes (DTensors, quantized or sparse ones) stay on their device in every store. Strides come back if the
-elements fill their memory; a slice with gaps comes back contiguous.
+that are more than their bytes (DTensors, quantized or sparse ones) stay on their device in every store. Strides come
+back if the elements fill their memory; a slice with gaps comes back contiguous.
 """
 
 import tempfile
@@ -26,17 +26,18 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_ordinary(value: Any) -> bool:
-    """Whether it is a tensor that its dtype, shape, strides and bytes describe completely."""
+    """Tell whether a value is a tensor that its dtype, shape, strides and bytes describe completely."""
     return type(value) in {Tensor, nn.Parameter, nn.Buffer} and value.layout is torch.strided
 
 
 def version(tensor: Tensor) -> int:
-    """How often it was written in place, as far as torch counts that."""
+    """Return how often a tensor was written in place, as far as torch counts that."""
+    # Inference tensors have no counter: to ask for it is an error.
     return 0 if tensor.is_inference() else tensor._version
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill its memory without gaps and without sharing, in whatever order of dimensions."""
+    """Tell whether the elements fill their memory without gaps or sharing, in whatever order of dimensions."""
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
     expected = 1
     for stride, size in dims:
@@ -50,18 +51,18 @@ class StoredTensor:
     """One tensor that is kept; subclasses know where."""
 
     def tensor(self) -> Tensor:
-        """The tensor on its device, in memory of its own, to be written by whoever gets it.
+        """Return the tensor on its device, in memory of its own, which whoever gets it may write into.
 
         A tensor whose elements share memory (an expanded mask) comes back as such, and cannot be written.
         """
-        # never an inference tensor, even if the model's forward makes them: torch counts no writes of those
+        # Never an inference tensor, even if the model's forward makes them: torch counts no writes into those.
         with torch.inference_mode(mode=False), torch.no_grad():
             return self._make()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor has these very bits."""
+        """Tell whether a tensor has these very bits."""
         with torch.no_grad():
-            return is_ordinary(tensor) and same_bits(self._make(), tensor.detach())
+            return is_ordinary(tensor) and has_same_bits(self._make(), tensor.detach())
 
     def _make(self) -> Tensor:
         raise NotImplementedError
@@ -70,15 +71,16 @@ class StoredTensor:
 class _InMemory(StoredTensor):
     def __init__(self, tensor: Tensor, place: torch.device | str) -> None:
         self._home = tensor.device
+        # An expanded mask is stored once, and not as often as it is repeated.
         base, self._shape = _undo_expand(tensor)
         self._held = base.to(place, copy=True)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor has these very bits; where both are on one device, without a copy."""
+        """Tell whether a tensor has these very bits; if both are on one device, without a copy."""
         if tensor.device != self._home:
             return False
         with torch.no_grad():
-            return is_ordinary(tensor) and same_bits(self._held.to(self._home).expand(self._shape), tensor.detach())
+            return is_ordinary(tensor) and has_same_bits(self._held.to(self._home).expand(self._shape), tensor.detach())
 
     def _make(self) -> Tensor:
         return self._held.to(self._home, copy=True).expand(self._shape)
@@ -98,11 +100,12 @@ class _OnDisk(StoredTensor):
     def __init__(self, tensor: Tensor, path: Path) -> None:
         self._home, self._dtype, self._path = tensor.device, tensor.dtype, path
         base, self._shape = _undo_expand(tensor)
-        # Written in the order of memory, so that the strides come back too.
+        # Written in the order of memory, so that the strides come back, too.
         self._order = sorted(range(base.dim()), key=lambda dim: (-base.stride()[dim], -base.shape[dim]))
         memory = resolve(base).permute(self._order).to("cpu").contiguous()
         self._stored = memory.shape
         path.write_bytes(memory_of(memory))
+        # Runs at the end of the process, too, which `__del__` need not.
         weakref.finalize(self, path.unlink, missing_ok=True)
 
     def _make(self) -> Tensor:
@@ -114,19 +117,20 @@ class _OnDisk(StoredTensor):
         return memory.to(self._home).permute(back).expand(self._shape)
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape, device and bits."""
+def has_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have the same dtype, shape, device and bits."""
     if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
         return False
     (one, shape), (other, others) = _undo_expand(one), _undo_expand(other)
     if shape != others or one.shape != other.shape:
         return False
-    integers = INTEGERS.get(one.element_size(), torch.uint8)  # compares NaN and -0.0 by their bits
+    # As floats, NaN would differ from itself, and 0.0 equal -0.0.
+    integers = INTEGERS.get(one.element_size(), torch.uint8)
     return torch.equal(*(resolve(side).contiguous().reshape(-1).view(integers) for side in (one, other)))
 
 
 def _undo_expand(tensor: Tensor) -> tuple[Tensor, torch.Size]:
-    """The tensor without what `expand` repeated, and the shape to expand to again."""
+    """Return the tensor without what `expand` repeated, and the shape to expand to again."""
     base = tensor.detach()
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
@@ -153,7 +157,7 @@ class Store:
 
     @property
     def directory(self) -> Path | None:
-        """Where the files are, once there was one to write."""
+        """The directory of the files; None before the first one is written."""
         return None if self._directory is None else Path(self._directory.name)
 
     def keep(self, tensor: Tensor) -> StoredTensor:

@@ -21,7 +21,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Structure:
-    """What is left of a value without its leaves; two are equal when they describe the same shape of value.
+    """What is left of a value without its leaves; two are equal if they describe the same shape of value.
 
     Attributes:
         kind: the container's type; None for a leaf.
@@ -40,14 +40,15 @@ LEAF = Structure()
 
 
 def is_container(value: Any) -> bool:
-    """Whether `flatten` looks into it."""
+    """Tell whether `flatten` looks into a value."""
+    # torch.Size is a tuple, but layers expect it back as one; some modules and classes are dataclasses.
     if isinstance(value, type | nn.Module | torch.Tensor | torch.Size):
         return False
     return isinstance(value, tuple | list | dict) or dataclasses.is_dataclass(value)
 
 
 def is_mutable(container: Any) -> bool:
-    """Whether those who get a container can fill it, and so change it for everybody else who holds it."""
+    """Tell whether those who get a container can fill it, and so change it for everybody else who holds it."""
     if isinstance(container, tuple):
         return False
     if isinstance(container, list | dict):
@@ -56,7 +57,7 @@ def is_mutable(container: Any) -> bool:
 
 
 def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
-    """The leaves of a value in a fixed order, and what puts them together again.
+    """Return the leaves of a value in a fixed order, and what puts them together again.
 
     Args:
         value: anything.
@@ -67,12 +68,12 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-    """The value with this structure and these leaves; containers are new objects."""
+    """Make the value with this structure and these leaves; containers are new objects."""
     return _unflatten(structure, iter(leaves))
 
 
 def paths(structure: Structure, root: str = "") -> list[str]:
-    """For each leaf how one would write it in code, beginning with `root`."""
+    """Return, for each leaf, how one would write it in code, beginning with `root`."""
     if structure.kind is None:
         return [root]
     items = structure.items if isinstance(structure.items, tuple) else tuple(range(structure.items))
@@ -82,6 +83,11 @@ def paths(structure: Structure, root: str = "") -> list[str]:
     return [path for step, child in zip(steps, structure.children, strict=True) for path in paths(child, root + step)]
 
 
+def argument_names(structure: Structure) -> list[str]:
+    """Return the names of the leaves of (args, kwargs): "args[0]", "kwargs['mask']"."""
+    return [f"{'args' if name.startswith('[0]') else 'kwargs'}{name[3:]}" for name in paths(structure)]
+
+
 def _flatten(
     value: Any, is_leaf: Callable[[Any], bool] | None, leaves: list[Any], inside: tuple[int, ...]
 ) -> Structure:
@@ -89,6 +95,7 @@ def _flatten(
         leaves.append(value)
         return LEAF
     attributes = _attributes(value)
+    # By dict's own methods: a model output of transformers answers `keys` and `[..]` in its own way.
     items: tuple[Any, ...] | int = 0
     elements: list[Any] = []
     if isinstance(value, dict):
@@ -120,7 +127,7 @@ def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     count = len(values) - len(structure.attributes)
     value: Any
     if issubclass(kind, tuple):
-        make = getattr(kind, "_make", None)  # of a named tuple; others, like torch.return_types, take one sequence
+        make = getattr(kind, "_make", None)  # of a named tuple; torch.return_types take one sequence, as tuple does
         value = make(values[:count]) if make else kind(values[:count])
     else:
         value = kind.__new__(kind)
@@ -129,12 +136,13 @@ def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
         elif isinstance(value, dict) and isinstance(structure.items, tuple):
             for key, element in zip(structure.items, values[:count], strict=True):
                 _set_item(value, key, element)
+    # Past the class's own `__setattr__`: a frozen dataclass refuses, and a model output would set an item, too.
     for name, element in zip(structure.attributes, values[count:], strict=True):
         object.__setattr__(value, name, element)
     return value
 
 
 def _set_item(value: dict[Any, Any], key: Any, element: Any) -> None:
-    # Avoid an overridden __setitem__, which may refuse; but an OrderedDict needs its own, which keeps the order.
+    # Past an overridden `__setitem__`, which may refuse; but an OrderedDict needs its own, which keeps the order.
     base: Any = next(cls for cls in type(value).__mro__ if cls.__module__ in {"builtins", "collections"})
     base.__setitem__(value, key, element)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dcp_adapters import digest, export_hf, import_hf, tensor_digests
 from dcp_adapters.cli.main import main
-from dcp_adapters.digests.engine import unfused
+from dcp_adapters.digests.engine import unfuse
 from dcp_adapters.format.weight_sums import DigestDifference, first_difference
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize, quantize_
 from tests import weight_digests
@@ -146,20 +146,20 @@ def test_tensors_that_an_engine_joined_have_the_digest_of_the_model(layout: str,
     assert engine.keys() != tensors.keys()
     turned = [one for one in engine if one.endswith("_proj.weight")]
     engine |= {one: engine[one].t().contiguous() for one in turned}
-    found = unfused(engine, rows, turned=turned)
+    found = unfuse(engine, rows, turned=turned)
     assert digest(found, config=config) == digest(model)
 
 
 def test_what_is_joined_in_another_way_is_refused() -> None:
     rows = {"l.gate_proj": 4, "l.up_proj": 6}
-    each = unfused({"l.gate_up_proj.weight_scale": torch.tensor([1.0, 2.0])}, rows)
+    each = unfuse({"l.gate_up_proj.weight_scale": torch.tensor([1.0, 2.0])}, rows)
     assert {name: float(value) for name, value in each.items()} == {
         "l.gate_proj.weight_scale": 1.0,
         "l.up_proj.weight_scale": 2.0,
     }
     with pytest.raises(ValueError, match=r"l.gate_up_proj.weight: \(8, 10\) is cut neither by the rows \[4, 6\] of l"):
-        unfused({"l.gate_up_proj.weight": torch.zeros(8, 10)}, rows)
+        unfuse({"l.gate_up_proj.weight": torch.zeros(8, 10)}, rows)
     with pytest.raises(ValueError, match=r"it joins linears of which rows= lacks l.q_proj, l.k_proj, l.v_proj"):
-        unfused({"l.qkv_proj.weight": torch.zeros(8, 10)}, rows)
+        unfuse({"l.qkv_proj.weight": torch.zeros(8, 10)}, rows)
     whole = {"l.gate_up_proj.weight": torch.zeros(10, 8)}
-    assert unfused(whole, {"l.gate_up_proj": 10}) == whole  # the model's own linear
+    assert unfuse(whole, {"l.gate_up_proj": 10}) == whole  # the model's own linear

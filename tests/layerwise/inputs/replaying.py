@@ -61,7 +61,7 @@ def replay(recorder: Recorder, times: int = 2) -> tuple[list[Any], list[list[Any
                 out, written = recorder.run(index, batch, layer)
                 recorder.put(index, batch, out, written)
             outs[batch].append(_copied(out))
-        recorder.done(index)
+        recorder.free(index)
     return [recorder.run_tail(batch) for batch in range(len(recorder))], outs, prepared
 
 

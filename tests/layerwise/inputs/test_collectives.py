@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import flex_attention
 
-from layerwise.inputs.replaying.collectives import Collective, refusing
+from layerwise.inputs.replaying.collectives import Collective, refuse_collectives
 from tests.ranks import run_ranks
 
 x, y = torch.ones(4), torch.empty(4)
@@ -60,7 +60,7 @@ def alone() -> list[str]:
     found = []
     for name, call in CALLS.items():
         try:
-            with refusing():
+            with refuse_collectives():
                 call(mesh)
         except Collective:
             found.append(name)
@@ -73,6 +73,6 @@ def test_every_collective_is_found_before_it_waits() -> None:
 
 def test_what_does_not_communicate_is_computed_as_ever() -> None:
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    with refusing():
+    with refuse_collectives():
         found = torch.nn.functional.gelu(weight @ weight)
     assert torch.equal(found, torch.nn.functional.gelu(weight @ weight))

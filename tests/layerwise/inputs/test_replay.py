@@ -194,7 +194,7 @@ def test_what_is_asked_for_too_early_or_too_late_is_named() -> None:
         recorder.prepare(0)
         with pytest.raises(RuntimeError, match=re.escape("the output of layer layers.0 for batch 0 was not put")):
             recorder.prepare(1)
-        recorder.done(0)
+        recorder.free(0)
         with pytest.raises(RuntimeError, match=re.escape("inputs of layer layers.0 are not there")):
             recorder.inputs(0, 0)
 

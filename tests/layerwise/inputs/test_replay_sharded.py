@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks import unsharded
 from layerwise.inputs.recording.recorder import Recorder
 from layerwise.inputs.replaying.hooks import call_without_fsdp
-from layerwise.inputs.values.stand_ins import forward_of
+from layerwise.inputs.values.stand_ins import replace_forward
 from layerwise.stages.layers import find_layers
 from tests.fsdp_hooks.cases import Collectives
 from tests.layerwise.inputs.parents import PARENTS
@@ -26,7 +26,7 @@ def _sharded(name: str, **options: Any) -> Any:
     for layer in model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    with forward_of(model, lambda *_, **__: None):
+    with replace_forward(model, lambda *_, **__: None):
         model(None)  # finds its root while the layers are in their places
     return model
 
@@ -50,7 +50,7 @@ def _replay(model: Any, batches: list[Tensor]) -> tuple[list[Any], list[list[Any
                     recorder.put(index, batch, out)
                     outs[batch].append([out])
             assert not comms.counts, comms.counts
-            recorder.done(index)
+            recorder.free(index)
         with Collectives() as comms:
             results = [recorder.run_tail(batch) for batch in range(len(recorder))]
         assert not comms.counts, comms.counts

@@ -114,7 +114,7 @@ def test_outputs_go_when_their_last_layer_is_done() -> None:
                 recorder.put(index, batch, out)
             alive.append(weakref.ref(recorder._progress[0].outputs[index].leaves[0]))
             del out, args, kwargs
-            recorder.done(index)
+            recorder.free(index)
             gc.collect()
             left.append([ref() is not None for ref in alive])
     assert left == [[True], [True, True], [True, True, True], [False, False, False, True]]

@@ -309,9 +309,9 @@ def test_a_window_that_can_not_be_read_now_is_no_damaged_one(
             raise OSError(number, os.strerror(number), str(file))
         return sound(file)
 
-    sound = window_files._summary
+    sound = window_files._summarize
     with monkeypatch.context() as patch:
-        patch.setattr(window_files, "_summary", summary)
+        patch.setattr(window_files, "_summarize", summary)
         told = f"{data} can not be read ({os.strerror(number)}), so it is not known to be damaged. Nothing has been"
         with pytest.raises(type(OSError(number, "")), match=re.escape(told)):
             CalibrationCheckpoint(tmp_path).open(RUN)

@@ -34,9 +34,9 @@ def test_columns_and_rows_are_products_with_the_matrix(period: int) -> None:
     rotation, dense = Rotation(32, signs_of(7, period)), matrix(period, WIDTH, 32, 7)
     values = _normal(5, WIDTH)
     # Sums of 32 terms in float64, in two orders: each within 32 * 2**-53 of terms that are at most 5 / sqrt(32) each.
-    torch.testing.assert_close(rotation.columns(values), values @ dense, rtol=0, atol=1e-13)
-    torch.testing.assert_close(rotation.rows(values.T), dense.T @ values.T, rtol=0, atol=1e-13)
-    torch.testing.assert_close(rotation.rows(values[0]), dense.T @ values[0], rtol=0, atol=1e-13)
+    torch.testing.assert_close(rotation.rotate_columns(values), values @ dense, rtol=0, atol=1e-13)
+    torch.testing.assert_close(rotation.rotate_rows(values.T), dense.T @ values.T, rtol=0, atol=1e-13)
+    torch.testing.assert_close(rotation.rotate_rows(values[0]), dense.T @ values[0], rtol=0, atol=1e-13)
 
 
 def test_signs_are_those_of_the_seed() -> None:
@@ -67,7 +67,7 @@ def test_an_inverted_rotation_undoes_it() -> None:
     weight = given.clone()
     rotate_weight_(weight, gain=None, columns=columns, rows=rows)
     assert not torch.allclose(weight, given, rtol=0, atol=0.1)
-    rotate_weight_(weight, gain=None, columns=columns.inverted(), rows=rows.inverted())
+    rotate_weight_(weight, gain=None, columns=columns.invert(), rows=rows.invert())
     torch.testing.assert_close(weight, given, rtol=0, atol=1e-13)
 
 
@@ -88,7 +88,7 @@ def test_outlier_channels_cost_mxfp4_less_when_rotated_and_nvfp4_more(seed: int)
     """One channel in 37 is 16 times as large. Gaussian values, which blocks of a rotation come to, cost both 10 %."""
     values = _normal(128, 256, seed=seed)
     values[:, ::37] *= 16
-    turned = Rotation(32, signs_of(0, 256)).columns(values)
+    turned = Rotation(32, signs_of(0, 256)).rotate_columns(values)
     mxfp4, nvfp4 = MXFP4BlockScaling(), NVFP4BlockScaling()
     assert _error(turned, mxfp4) < 0.6 * _error(values, mxfp4), "0.105 and 0.19"
     # A block of 16 has a scale that fits its outlier closely, and every second block of 32 has none at all.
@@ -99,5 +99,5 @@ def test_outlier_channels_cost_mxfp4_less_when_rotated_and_nvfp4_more(seed: int)
 def test_values_without_outliers_cost_mxfp4_more_when_rotated(seed: int) -> None:
     """Evenly distributed values, which is what a dense format in a few bits leaves, become Gaussian ones."""
     even = torch.rand(128, 256, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
-    turned = Rotation(32, signs_of(0, 256)).columns(even)
+    turned = Rotation(32, signs_of(0, 256)).rotate_columns(even)
     assert _error(turned, MXFP4BlockScaling()) > 1.1 * _error(even, MXFP4BlockScaling()), "0.117 and 0.099"
