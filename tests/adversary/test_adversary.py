@@ -66,6 +66,7 @@ def test_calls_that_make_no_sense_say_why(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(ATTACKS) or [pytest.param("", marks=pytest.mark.skip("no attack yet"))])
 def test_the_first_scenarios_of_every_attack_find_nothing(name):
     tally = list(run(ATTACKS[name], 0, 3600, most=FIXED))[-1]

@@ -117,6 +117,7 @@ def test_quick_tests_of_different_files_are_asked_first_and_not_for_ever():
     assert known.groups(replace(line_9, module="n.py"), NESTED) == []
 
 
+@pytest.mark.full
 def test_what_runs_in_ranks_counts_as_run_by_their_test(tmp_path):
     test = "tests/fsdp_hooks/test_unsharded.py::test_a_group_that_keeps_its_weights_after_forward_goes_on_doing_so"
     reach.record(REPO, tmp_path / "reach.json", [test], jobs=1)
@@ -143,6 +144,7 @@ with copy_of(root) as tree:
 """
 
 
+@pytest.mark.full
 def test_a_change_that_a_test_notices_is_killed_and_the_tree_is_as_it_was(tmp_path):
     files = {
         "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['.']\n",

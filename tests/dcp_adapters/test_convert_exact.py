@@ -86,6 +86,7 @@ def every_target(path: Path) -> None:
             assert_holds(target, full)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_any_number_of_ranks_takes_the_decision_of_one_process(world: int, shared_tmp_path: Path) -> None:
     run_ranks(1, save, sources(), shared_tmp_path)

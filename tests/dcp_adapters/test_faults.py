@@ -336,6 +336,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pool_only
 @pytest.mark.slow
 def test_checkpoints_survive_kills_of_the_processes_that_write_them(tmp_path: Path) -> None:

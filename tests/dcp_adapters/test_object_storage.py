@@ -127,6 +127,7 @@ def s3_endpoint() -> Iterator[str]:
     server.stop()
 
 
+@pytest.mark.full
 def test_s3_holds_checkpoints_that_load_on_other_world_sizes(s3_endpoint: str) -> None:
     run_ranks(2, save_to_s3, s3_endpoint)
     for world in (1, 3):

@@ -107,7 +107,7 @@ def _what_the_page_says_of_modelopt(names: dict[str, Any]) -> None:
     assert algorithm.layerwise.checkpoint_dir
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("library", MODULES)
 def test_their_side_runs(library: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(MODULES[library]) is None:

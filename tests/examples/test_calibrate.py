@@ -19,7 +19,7 @@ LAYERS = 2
 LINEAR = 576 * (2 * 576 + 2 * 192 + 3 * 1536)  # elements of a layer's weights
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_example_calibrates_saves_and_compares(tmp_path: Path) -> None:
     if agreed(value=str(tmp_path)) != str(tmp_path):

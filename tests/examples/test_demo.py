@@ -16,7 +16,7 @@ EMBEDDING = small_model.TOKENS * 576 * 2  # bytes, in bf16
 NORMS = (2 * LAYERS + 1) * 576 * 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_demo_trains_checkpoints_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     if agreed(value=str(tmp_path)) != str(tmp_path):

@@ -11,6 +11,7 @@ from tests.examples.small_model import ROOT
 from tests.ranks import agreed
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_an_engine_follows_the_trainer(tmp_path: Path) -> None:
     if agreed(value=str(tmp_path)) != str(tmp_path):

@@ -57,7 +57,7 @@ def test_config_is_the_one_transformers_reads(transformers_config):
     assert got == expected
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_weights_and_logits_equal_transformers_bit_for_bit(model, tokenizer, transformers_config):
     reference = empty_model(transformers_config)
     tensors = load_gguf_checkpoint(smollm2.find_gguf(), return_tensors=True, model_to_load=reference)["tensors"]

@@ -62,6 +62,7 @@ def block_of(recipe: Any, storage: str) -> Block:
         return Block()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MAIN)
 def test_a_compiled_block_saves_no_dense_weight(name: str) -> None:
     """Both storages, and products that are no linear layers, in one graph; the gradients are those of eager code."""

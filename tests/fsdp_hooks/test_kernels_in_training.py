@@ -44,7 +44,7 @@ def compare(storage: str) -> None:
         assert torch.equal(one, other), number
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 def test_compiled_kernels_train_to_the_bytes_of_eager_ones(storage: str) -> None:
     run_ranks(2, compare, storage)

@@ -198,6 +198,7 @@ def laid_out(name: str) -> dict[str, Any]:
     return {**outcome(model, result), "tokens": tokens}
 
 
+@pytest.mark.full
 def test_any_layout_comes_to_what_one_process_comes_to() -> None:
     everything = {str(sum(ids.numel() for ids in batches()))}
     for outcomes in run_ranks_each(4, LAYOUTS, laid_out):
@@ -242,6 +243,7 @@ def stored(storage: str) -> dict[str, dict[str, str]]:
     return outcome(model, run(model, share() if ranks else batches(), NVFP4, ALGORITHMS["GPTQ"]))
 
 
+@pytest.mark.full
 def test_stored_weights_come_to_what_one_process_comes_to() -> None:
     storages = ("quantized", "high_precision")
     for outcomes in run_ranks_each(4, storages, stored):
@@ -266,6 +268,7 @@ def finished(name: str, path: Path) -> tuple[tuple[int, ...], dict[str, dict[str
     return tuple(result.report.resumed), outcome(model, result)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("first", "second"), [(4, 3), (2, 4)])
 def test_a_run_goes_on_on_another_mesh(shared_tmp_path: Path, first: int, second: int) -> None:
     """From FSDP x expert parallelism to FSDP alone, and so on: scales alone are saved for one, weights for one."""

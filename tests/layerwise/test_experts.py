@@ -104,6 +104,7 @@ def _lists(case: tuple[str, bool]) -> Outcome:
     return outcome(model, result)
 
 
+@pytest.mark.full
 def test_starved_experts_of_a_list_come_to_what_one_process_comes_to() -> None:
     """Two ranks with tokens for some of them, one with no batch; FSDP modules of their own are gathered on all."""
     methods = [
@@ -266,6 +267,7 @@ def _in_one_parameter(case: tuple[str, str]) -> Outcome:
     return outcome(model, run(model, data, recipe, algorithm, inputs=static(recipe)))
 
 
+@pytest.mark.full
 def test_experts_in_one_parameter_on_ranks() -> None:
     """Four experts on three ranks: two, two and none."""
     pytest.importorskip("transformers")

@@ -86,6 +86,7 @@ def _unrounded(model: nn.Module, folded: dict[str, Tensor]) -> nn.Module:
 INCLUDE = {"gemma3n": ["*.mlp.*", "*.self_attn.*"]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "algorithm"),
     [(name, FoldedAWQ) for name in FAMILIES] + [(name, FoldedSmoothQuant) for name in ("llama", "gemma2", "opt")],

@@ -117,6 +117,7 @@ def resumed(case: tuple[str, Path]) -> tuple[dict[str, dict[str, str]], tuple[in
     return outcome(model, result), tuple(result.report.resumed)
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on(shared_tmp_path: Path) -> None:
     for outcomes in run_ranks_each(2, [(name, shared_tmp_path) for name in METHODS], resumed):
         for (algorithm, recipe), (found, before) in zip(METHODS.values(), outcomes, strict=True):

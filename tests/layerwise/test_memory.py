@@ -105,6 +105,7 @@ def _peak(layers: int, data: list[Tensor], directory: Path, **options: Any) -> i
     return live.peak
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_layer_more_costs_its_result_and_nothing_dense(algorithm: str, tmp_path: Path) -> None:
     few, many = (

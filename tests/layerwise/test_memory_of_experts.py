@@ -33,6 +33,7 @@ def bound(kind: str, experts: int) -> tuple[int, int, int]:
     return layer, stored + rows + columns + through + layer // 100, one_group
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "algorithm", "experts"),
     [

@@ -60,6 +60,7 @@ def _calibrated(algorithm: Any) -> list[dict[str, str]]:
     return [fingerprints(parts(result.state_dict())) for result in found]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_inputs_that_a_root_moves_change_nothing(world_size: int) -> None:
     cases = ALGORITHMS if world_size == 1 else (GPTQ(smoothing=AWQ()),)

@@ -145,6 +145,7 @@ def test_experts_that_get_other_tokens_are_told_of_in_the_report(kind: Kind) -> 
         assert told.endswith("that bring it others in the unquantized model; for those it is GPTQ")
 
 
+@pytest.mark.full
 @both
 @pytest.mark.parametrize("hessians", ["shared", "one_at_a_time"])
 def test_routed_experts_and_resuming(kind: Kind, hessians: str, tmp_path: Path) -> None:
@@ -169,6 +170,7 @@ def test_routed_experts_and_resuming(kind: Kind, hessians: str, tmp_path: Path) 
     assert_same(outcome(model, result), expected, "resumed")
 
 
+@pytest.mark.full
 @both
 def test_a_smoothed_run_goes_on_to_the_same_bytes(kind: Kind, tmp_path: Path) -> None:
     """The unquantized model's outputs are those from before factors were folded, however often its layers run."""

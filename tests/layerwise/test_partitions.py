@@ -55,6 +55,7 @@ def _dealt(case: tuple[str, str], *, sharded: bool) -> dict[str, dict[str, str]]
     return outcome(model, run(model, data, recipe, algorithm, inputs=inputs))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_the_order_of_batches_does_not_matter(method: str) -> None:
     algorithm, recipe, inputs = METHODS[method]
@@ -74,6 +75,7 @@ def test_the_batches_of_one_rank_alone_would_give_other_bytes(method: str) -> No
         assert outcome(model, run(model, data, recipe, algorithm, inputs=inputs)) != expected, f"rank {rank}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "sharded"), [(2, True), (3, False)])
 def test_however_batches_are_dealt_out(world_size: int, sharded: bool) -> None:
     """On three ranks plain replicas, for which nothing but the statistics is exchanged: one method of each of those."""

@@ -93,6 +93,7 @@ def assert_returns_at_once(case: Case, model: nn.Module, path: Path, expected: F
     return again
 
 
+@pytest.mark.full
 def test_every_algorithm_goes_on_to_the_same_bytes_on_any_number_of_ranks(shared_tmp_path: Path) -> None:
     one = run_ranks_each(1, CASES, whole_and_stopped, shared_tmp_path)[0]
     whole = dict(zip(CASES, one, strict=True))
@@ -133,6 +134,7 @@ def test_ranks_that_were_killed_are_continued_by_more(tmp_path: Path) -> None:
 # -- in a single process -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.layerwise.killed_runs", str(tmp_path)]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, timeout=240)

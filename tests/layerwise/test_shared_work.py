@@ -81,6 +81,7 @@ def _alone(case: str) -> tuple[dict[str, dict[str, str]], Counter[tuple[str, ...
     return outcome(model, run(model, batches(COUNT), recipe, algorithm)), Counter(ASKED)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_group_is_asked_about_on_one_rank(ranks: int) -> None:
     """And what ranks do beside that is the same: the same collectives, and the result of one process."""

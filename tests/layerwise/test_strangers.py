@@ -73,6 +73,7 @@ def _on_ranks(name: str) -> dict[str, str] | str:
         return str(error)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_sharded_models_of_strangers(world_size: int) -> None:
     found = run_ranks_each(world_size, [*RANKS, *RANKS_REFUSED], _on_ranks)
@@ -148,6 +149,7 @@ def _in_mixed_precision(case: tuple[str, str, bool]) -> dict[str, str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_layer_casts_what_its_policy_says(world_size: int) -> None:
     """With `layers=()` FSDP's own hooks cast."""

@@ -218,6 +218,7 @@ def finished(name: str, path: Path) -> tuple[tuple[int, ...], dict[str, dict[str
     return tuple(result.report.resumed), outcome(model, result)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("first", "second"), [(4, 3), (4, 2), (2, 4)])
 def test_a_run_goes_on_on_another_mesh(shared_tmp_path: Path, first: int, second: int) -> None:
     """From FSDP x tensor parallelism to FSDP on 3 ranks, and so on: scales alone are saved for one, weights for one."""

@@ -57,7 +57,7 @@ def test_written_at_once_or_one_by_one_the_bytes_are_the_same(
         at_once = shards_of(recipe)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compiled_kernels_write_many_to_the_same_bytes() -> None:
     """Of the recipe with all that batches mind: packed elements, square blocks and a scale of the tensor."""
     recipe = RECIPES["nvfp4_square"]

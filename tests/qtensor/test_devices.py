@@ -104,6 +104,7 @@ def test_dense_weights_that_are_kept_are_counted(device: str) -> None:
     assert dense_bytes_saved(model, tokens(device)) == 2 * 2 * 2 * WIDTH * WIDTH
 
 
+@pytest.mark.full
 @every_device
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")

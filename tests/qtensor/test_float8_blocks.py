@@ -106,7 +106,7 @@ def compiled() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled")
 def test_compiled_kernels_give_the_same_bytes_for_smaller_last_blocks() -> None:
     """Smaller last blocks both ways, of other sizes without compiling anew; one block a row; less than one of rows."""

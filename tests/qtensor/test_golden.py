@@ -197,7 +197,7 @@ def as_matrix(x: Tensor, multiple: int) -> Tensor:
     return torch.cat([x] * (groups // x.shape[0])) if groups % x.shape[0] == 0 else x
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 @compiled_recipes
 def test_compiled_code_gives_the_golden_bytes(golden: Golden) -> None:

@@ -198,7 +198,7 @@ def test_a_transposed_weight_is_quantized_anew(recipe: Any) -> None:
     assert same_bytes(x.grad, (rows(dy, recipe, recipe.gradients) @ turned_again.T).to(dy.dtype))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["float8_tensor", "mxfp8_square"])
 def test_operands_from_compiled_kernels_have_the_same_bytes(name: str) -> None:
     """Of each format the recipe with most kernels: rows for operands, and others for the weight."""
@@ -480,7 +480,7 @@ def test_a_compiled_forward_keeps_nothing_dense_for_backward(recipe: Any) -> Non
     assert any(one.data_ptr() == x.data_ptr() for one in saved)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recipe", [FLOAT8["float8_row"], MXFP8["mxfp8_square"]], ids=["float8", "mxfp8"])
 def test_inductor_compiles_it(recipe: Any) -> None:

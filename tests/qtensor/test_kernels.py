@@ -93,7 +93,7 @@ def clipped(x: Tensor, recipe: Any) -> dict[str, Tensor]:
     return format_of(recipe).quantizer(values, recipe, shared_amax(values, recipe))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*FORMS, "float8_block_square", "int4_32"])
 def test_compiled_kernels_round_under_decided_scales(name: str) -> None:
     for rows, columns in ((64, 128), (96, 256)):
@@ -507,7 +507,7 @@ print(torch.backends.cpu.get_cpu_capability(), counters["inductor"]["fxgraph_cac
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_cache_that_cpus_of_other_vectors_share(tmp_path: Path) -> None:
     """Code for vectors of another width writes half of the output, or beyond it."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":

@@ -416,7 +416,7 @@ def test_a_linear_with_a_quantized_input_compiles_into_one_graph(recipe: Any, ba
     assert same_bytes(second[0], first[0])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.of_rows == recipe])
 def test_compiling_changes_no_byte_of_a_quantized_input(name: str) -> None:

@@ -97,7 +97,7 @@ def test_a_small_model_computes_with_our_bytes(tmp_path: Path, recipe: Recipe) -
     assert apart < float(exact.std()) / 8  # a wrong scale, block or row would not hide in it
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_real_model_makes_the_text_of_its_weights(tmp_path: Path) -> None:
     """SmolLM2, all of it, in the recipe with more to it; the small model is run in each.
 

@@ -104,6 +104,7 @@ def test_scales_come_back(results: dict[str, CalibrationResult], tmp_path: Path,
     assert all(torch.equal(first[name], second[name]) for name in NAMES)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed")
 def test_modelopt(results: dict[str, CalibrationResult], tmp_path: Path) -> None:
     """Names and values as its own exporter makes them of the largest magnitudes."""

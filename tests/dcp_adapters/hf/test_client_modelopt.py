@@ -188,7 +188,7 @@ class TestModelOpt:
                 if recipe == NVFP4:
                     assert torch.equal(torch.reciprocal(other["weight_global_scale"])[0], one["weight_scale_2"])
 
-    @pytest.mark.slow
+    @pytest.mark.full
     def test_modelopt_reads_every_weight_and_its_config(self, modelopt: dict[str, Exported]) -> None:
         if importlib.util.find_spec("modelopt") is None:
             pytest.skip("nvidia-modelopt is not installed")

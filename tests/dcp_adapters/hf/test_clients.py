@@ -321,7 +321,7 @@ def smollm2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
+@pytest.mark.full
 # Once in either way: a load takes seconds, and the weights of all kinds are read from a small model above.
 @pytest.mark.parametrize(("recipe", "dequantize"), [(NVFP4, False), (TENSOR, True)], ids=["nvfp4", "fp8_tensor"])
 def test_the_real_model_makes_the_text_of_its_weights(

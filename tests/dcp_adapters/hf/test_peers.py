@@ -95,7 +95,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @each_read
 def test_bytes_and_values_are_the_peers_own(peer: str, scheme: str, made: Any) -> None:
     path = made(peer) / scheme
@@ -163,7 +163,7 @@ def _shards(case: tuple[str, str]) -> None:
     assert_holds(import_hf(path, sharded(meta_model(full, recipes))), full)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("peer", READ)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_shards_of_them(ranks: int, peer: str, made: Any) -> None:

@@ -24,6 +24,7 @@ def _run(*argv: str) -> list[float]:
         return accelerate_fsdp2.main(list(argv))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "storage"), [(1, "quantized"), (2, "quantized"), (2, "high_precision")])
 def test_a_resumed_run_ends_in_the_bytes_of_the_uninterrupted_one(
     ranks: int, storage: str, shared_tmp_path: Path

@@ -47,6 +47,7 @@ def test_the_model_trains() -> None:
     assert sum(losses[-1] for losses in every) < 0.95 * sum(losses[0] for losses in every)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "mode"), [(1, "async"), (2, "async"), (2, "disabled")])
 def test_a_run_that_is_started_again_ends_in_the_bytes_of_the_uninterrupted_one(
     ranks: int, mode: str, shared_tmp_path: Path

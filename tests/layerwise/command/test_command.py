@@ -145,6 +145,7 @@ main(sys.argv[1:], algorithms={"GPTQ": GPTQ})
 """
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("alone")
 def test_a_run_that_is_killed_goes_on_and_then_is_finished(tmp_path: Path, shared_tmp_path: Path) -> None:
     if agreed(value=str(tmp_path)) != str(tmp_path):
@@ -320,7 +321,7 @@ def test_no_rank_leaves_a_group_that_another_one_may_still_connect_to(shared_tmp
     assert run_ranks(2, done_later_in_rank_1, shared_tmp_path) == [True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("alone")
 def test_torchrun_and_the_module_itself(tmp_path: Path) -> None:

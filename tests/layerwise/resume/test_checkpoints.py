@@ -167,6 +167,7 @@ def test_open_comes_first() -> None:
         CalibrationCheckpoint("s3://bucket/run")
 
 
+@pytest.mark.full
 def test_a_kill_at_any_step_leaves_a_boundary(tmp_path: Path) -> None:
     """Killed before the rename of progress.json: the windows before; after it: the new one too. Nothing else stays."""
     done = subprocess.run(

@@ -91,6 +91,7 @@ def of_one(name: str) -> Found:
     return found(run(model, ALGORITHMS[name]), model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_calibration_is_that_of_a_model_with_the_rotation_in_its_forward(name: str) -> None:
     case = ALGORITHMS[name]
