@@ -34,7 +34,6 @@ from dcp_adapters import SafeFileSystemReader, export_hf, import_hf, read_manife
 from dcp_adapters.cli.main import main
 from dcp_adapters.load.conversion import Conversion
 from fsdp_hooks import sync_scales
-from layerwise import AWQ, GPTAQ, GPTQ, LocalHessian, Max, Mse, Qronos, SmoothQuant
 from qtensor import (
     Float8CurrentScaling,
     MasterWeightOptimizer,
@@ -47,6 +46,7 @@ from qtensor import (
     use_kernels,
 )
 from tests.dcp_adapters.cases import alone, load, save
+from tests.layerwise import algorithm_table
 from tests.layerwise.small_runs import Case as Calibration
 from tests.layerwise.small_runs import Layer, Model, bytes_of, found, model_of, own, run
 from tests.qtensor.recipes_under_test import DELAYED, RECIPES, weight
@@ -236,16 +236,14 @@ def exports(under: Under, path: Path) -> Found:
     return values
 
 
-ALGORITHMS = (
-    Calibration(algorithm=Max(), recipe=TENSOR, options={"inputs": "static"}),
-    Calibration(algorithm=Mse(), recipe=TENSOR),
-    Calibration(algorithm=LocalHessian(), options={"inputs": "static"}),
-    Calibration(algorithm=SmoothQuant(), recipe=Float8CurrentScaling()),
-    Calibration(algorithm=AWQ(alpha_step=0.25, clip_step=0.25), recipe=TENSOR, dtype=torch.float32),
-    Calibration(algorithm=GPTQ()),
-    Calibration(algorithm=GPTAQ()),
-    Calibration(algorithm=Qronos()),
-)
+SPECIAL: dict[str, dict[str, Any]] = {
+    "Max": {"recipe": TENSOR, "options": {"inputs": "static"}},
+    "Mse": {"recipe": TENSOR},
+    "LocalHessian": {"options": {"inputs": "static"}},
+    "SmoothQuant": {"recipe": Float8CurrentScaling()},
+    "AWQ": {"recipe": TENSOR, "dtype": torch.float32},
+}
+ALGORITHMS = [Calibration(algorithm=one, **SPECIAL.get(name, {})) for name, one in algorithm_table.ALGORITHMS.items()]
 
 
 def one_layer(model: Any) -> None:

@@ -7,7 +7,7 @@ from dcp_adapters.cli.printing import FINE, show, warn
 from dcp_adapters.gguf.export import export_gguf
 from dcp_adapters.gguf.plan import GGUF
 from dcp_adapters.hf.exporting.export import export_hf
-from dcp_adapters.hf.layouts.layout import LAYOUTS
+from dcp_adapters.hf.layouts.registry import LAYOUTS
 from dcp_adapters.hf.models.adapters import ADAPTERS
 from dcp_adapters.plain.tables import human_bytes
 

@@ -17,7 +17,7 @@ from dcp_adapters.hf.layouts.rotations import said_tensor
 from dcp_adapters.hf.models.architectures import Architecture
 from dcp_adapters.hf.models.wanted_names import wanted_names
 from dcp_adapters.hf.reading.as_checkpoint import presented, renamed
-from dcp_adapters.hf.reading.schemes import DTYPES, contents_of, weight_names
+from dcp_adapters.hf.reading.schemes import DTYPES, contents_of, weight_of
 from dcp_adapters.plain.plain_memory import is_plain
 from fsdp_hooks.kernels.byte_sums import TensorPiece
 
@@ -52,7 +52,7 @@ class ReceivedSource(Source):
                     f"{name} is a {type(tensor).__name__}{dtype}; with config=..., expected plain tensors under "
                     "the names of an export's files"
                 )
-        names = wanted_names(weight_names(tensors), wanted or {}, architecture, config)
+        names = wanted_names({*map(weight_of, tensors)}, wanted or {}, architecture, config)
         self._tensors, wanted = tensors, {names.file_name(name): want for name, want in (wanted or {}).items()}
         # Told as the header of a file would tell them, so that all below is the code that reads files.
         held = {

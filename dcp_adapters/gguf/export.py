@@ -30,7 +30,7 @@ from dcp_adapters.gguf.plan import GGUF, GGUFTensor, make_tensors, tensors_of
 from dcp_adapters.hf.exporting.config import ModelConfig
 from dcp_adapters.hf.exporting.groups import groups_of
 from dcp_adapters.hf.exporting.making import Job, in_groups, made_tensors
-from dcp_adapters.hf.exporting.plan import Output
+from dcp_adapters.hf.exporting.outputs import Output
 from dcp_adapters.hf.exporting.prepare import Asked, prepared
 from dcp_adapters.hf.models.adapters import check_adapters
 from dcp_adapters.plain.durable import give_file_name, hidden_name, sync

@@ -16,7 +16,7 @@ from torch import Tensor
 from dcp_adapters.gguf.architectures import name_in_file, pair_rows
 from dcp_adapters.gguf.blocks import BLOCK_TYPES, BlockType
 from dcp_adapters.gguf.like import OF_CONFIG, Like
-from dcp_adapters.hf.exporting.plan import Output
+from dcp_adapters.hf.exporting.outputs import Output
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, Layout, Scheme, SchemeEntry, StoredAs, kind_of
 from dcp_adapters.plain.words import few_of, in_lines
 
@@ -30,8 +30,6 @@ GGUF = Layout(
         Scheme("nvfp4", "none"): SchemeEntry((*_CODES, _GLOBAL), {}),
         Scheme("nvfp4", "static"): SchemeEntry((*_CODES, _GLOBAL, StoredAs(INPUT_SCALE, "input_scale")), {}),
     },
-    kv_scales={},
-    json=lambda _, __: {},
     fuses=False,
 )
 DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -26,10 +26,11 @@ from dcp_adapters.format.source import Keep, Source
 from dcp_adapters.hf.exporting.config import model_config
 from dcp_adapters.hf.exporting.groups import groups_of
 from dcp_adapters.hf.exporting.making import Job, in_groups, made_tensors, own_groups
-from dcp_adapters.hf.exporting.plan import ExportPlan, Output
+from dcp_adapters.hf.exporting.outputs import Output
+from dcp_adapters.hf.exporting.plan import ExportPlan
 from dcp_adapters.hf.exporting.prepare import Asked, prepared, requantizes
 from dcp_adapters.hf.exporting.quantizing import Quantizing, linears_of, routers_by_class
-from dcp_adapters.hf.layouts.layout import layout_named
+from dcp_adapters.hf.layouts.registry import layout_named
 from dcp_adapters.hf.models.adapters import check_adapters
 from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.progress_bar import progress_bar

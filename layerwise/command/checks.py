@@ -22,7 +22,7 @@ from dcp_adapters.hf.exporting.expected import UNKNOWN, check_outputs, expected_
 from dcp_adapters.hf.exporting.plan import Request, plan_export
 from dcp_adapters.hf.exporting.prepare import check_names
 from dcp_adapters.hf.files.directory import read_directory
-from dcp_adapters.hf.layouts.layout import layout_named
+from dcp_adapters.hf.layouts.registry import layout_named
 from dcp_adapters.hf.reading.importing import check_import
 from dcp_adapters.hf.reading.schemes import is_quantized
 from dcp_adapters.plain.durable import refuse_taken

@@ -13,7 +13,7 @@ import torch
 
 from dcp_adapters.gguf.plan import GGUF
 from dcp_adapters.hf.exporting.config import shard_size
-from dcp_adapters.hf.layouts.layout import LAYOUTS
+from dcp_adapters.hf.layouts.registry import LAYOUTS
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.command.keys import key
 from layerwise.formats.candidates import COMPARE, Menu

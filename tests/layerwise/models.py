@@ -18,24 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from layerwise import AWQ, GPTAQ, GPTQ, CalibrationResult, LocalHessian, Max, Mse, Qronos, SmoothQuant, calibrate
+from layerwise import AWQ, GPTQ, CalibrationResult, LocalHessian, calibrate
 from qtensor import QuantizedTensor
+from tests.layerwise import algorithm_table
 from tests.recipes import ROW
 
 DIM, VOCAB = 64, 33
 
 ALGORITHMS: dict[str, Any] = {
-    "Max": Max(),
-    "Mse": Mse(),
-    "LocalHessian": LocalHessian(),
-    "SmoothQuant": SmoothQuant(),
-    "AWQ": AWQ(alpha_step=0.25, clip_step=0.25),
-    "GPTQ": GPTQ(),
+    **algorithm_table.ALGORITHMS,
     "AWQ, then GPTQ": GPTQ(smoothing=AWQ(alpha_step=0.25), scales=LocalHessian(), descent=2),
-    "GPTAQ": GPTAQ(),
-    "Qronos": Qronos(),
 }
-WRITING = ("SmoothQuant", "AWQ", "GPTQ", "AWQ, then GPTQ", "GPTAQ", "Qronos")
 RECIPES = ROW
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from qtensor import (
     QuantizedTensor,
     quantized_model_init,
 )
+from tests.layerwise.algorithm_table import ALGORITHMS
 
 DIM, HIDDEN, VOCABULARY, LAYERS = 32, 64, 48, 3
 
@@ -121,6 +122,12 @@ CASES = {
         stored=MXFP8BlockScaling(),
         stop=("write", 2),
     ),
+}
+OF_CASES = {type(case.algorithm) for case in CASES.values()}
+CASES |= {
+    name: Case(algorithm=algorithm, stop=("checkpoint", 1))
+    for name, algorithm in ALGORITHMS.items()
+    if type(algorithm) not in OF_CASES
 }
 
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from layerwise import GPTQ, Max
 from qtensor import QuantizedTensor, quantize
+from tests.layerwise.algorithm_table import MAIN
 from tests.layerwise.models import (
     ALGORITHMS,
     RECIPES,
@@ -35,16 +36,8 @@ from tests.ranks import run_ranks_each
 FLOAT8, FLOAT8_ROWS, NVFP4, MXFP8 = (RECIPES[n] for n in ("float8_tensor", "float8_row", "nvfp4", "mxfp8"))
 EXPERTS = 4
 ON_SCALES_OF_MAX = GPTQ(scales=Max())
-METHODS: dict[str, tuple[Any, Any]] = {
-    "Max": (ALGORITHMS["Max"], NVFP4),
-    "LocalHessian": (ALGORITHMS["LocalHessian"], FLOAT8_ROWS),
-    "SmoothQuant": (ALGORITHMS["SmoothQuant"], MXFP8),
-    "AWQ": (ALGORITHMS["AWQ"], FLOAT8),
-    "GPTQ": (ALGORITHMS["GPTQ"], NVFP4),
-    "AWQ, then GPTQ": (ALGORITHMS["AWQ, then GPTQ"], MXFP8),
-    "GPTAQ": (ALGORITHMS["GPTAQ"], NVFP4),
-    "Qronos": (ALGORITHMS["Qronos"], NVFP4),
-}
+OTHERS = {"LocalHessian": FLOAT8_ROWS, "SmoothQuant": MXFP8, "AWQ": FLOAT8, "AWQ, then GPTQ": MXFP8}
+METHODS = {name: (algorithm, OTHERS.get(name, NVFP4)) for name, algorithm in ALGORITHMS.items()}
 Outcome = dict[str, dict[str, str]]
 
 
@@ -107,15 +100,7 @@ def _lists(case: tuple[str, bool]) -> Outcome:
 @pytest.mark.full
 def test_starved_experts_of_a_list_come_to_what_one_process_comes_to() -> None:
     """Two ranks with tokens for some of them, one with no batch; FSDP modules of their own are gathered on all."""
-    methods = [
-        "Max",
-        "SmoothQuant",
-        "AWQ",
-        "GPTQ",
-        "AWQ, then GPTQ",
-        "GPTAQ",
-        "Qronos",
-    ]  # Mse takes the statistics of Max; LocalHessian is below
+    methods = [*MAIN, "AWQ, then GPTQ"]
     cases = [(method, index % 2 == 1) for index, method in enumerate(methods)]
     expected = {}
     for method in methods:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from layerwise import AWQ, GPTAQ, GPTQ, Max, Qronos, SmoothQuant, calibrate
+from layerwise import AWQ, GPTAQ, GPTQ, Max, SmoothQuant, calibrate
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from tests.layerwise.algorithm_table import PAIRED, main_algorithms
 from tests.layerwise.families import FAMILIES, VOCABULARY, assert_same, batches_for, family, off, output
 from tests.layerwise.inputs.parents import PARENTS
 from tests.layerwise.inputs.replaying import id_batches
@@ -188,10 +189,10 @@ def _prefilled(model: nn.Module) -> list[dict[str, Any]]:
     return batches
 
 
-@pytest.mark.parametrize("algorithm", [Max(), AWQ(), GPTQ(), GPTAQ(), Qronos()], ids=lambda one: type(one).__name__)
+@main_algorithms
 def test_a_prefilled_cache_is_what_it_was_in_every_run(algorithm: Any) -> None:
     results = []
-    at_once = {"layers": ()} if isinstance(algorithm, GPTAQ | Qronos) else {"layers": (), "layer_inputs": "unquantized"}
+    at_once = {"layers": ()} if algorithm in PAIRED.values() else {"layers": (), "layer_inputs": "unquantized"}
     for options in ({}, {"inputs_on": "disk"}, at_once):
         model = family("llama")
         batches = _prefilled(model)

@@ -16,21 +16,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
-from layerwise import AWQ, GPTAQ, GPTQ, Event, Max, Qronos, calibrate
+from layerwise import AWQ, GPTQ, Event, calibrate
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize_
 from tests.fsdp_hooks.cases import Collectives
+from tests.layerwise.algorithm_table import MAIN
 from tests.ranks import run_ranks, run_ranks_each
 
 DIM, LAYERS = 32, 4
 RECIPE = NVFP4BlockScaling()
-ALGORITHMS = {
-    "max": Max(),
-    "gptq": GPTQ(),
-    "one hessian at a time": GPTQ(hessians="one_at_a_time"),
-    "awq": AWQ(),
-    "gptaq": GPTAQ(),
-    "qronos": Qronos(),
-}
+ALGORITHMS = {**MAIN, "one hessian at a time": GPTQ(hessians="one_at_a_time")}
 
 
 class Block(nn.Module):
@@ -144,10 +138,10 @@ def _gathers(case: tuple[str, str, str]) -> tuple[dict[str, int], dict[str, int]
 
 
 CASES = [
-    *(("default", algorithm, "list") for algorithm in ("max", "gptq", "awq", "gptaq", "qronos")),
-    ("kept after forward", "max", "list"),
-    ("root resharded", "max", "list"),
-    ("embedding of its own", "max", "loop"),
+    *(("default", algorithm, "list") for algorithm in MAIN),
+    ("kept after forward", "Max", "list"),
+    ("root resharded", "Max", "list"),
+    ("embedding of its own", "Max", "loop"),
 ]
 
 

@@ -16,9 +16,10 @@ pytest.importorskip("transformers")
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from layerwise import GPTAQ, GPTQ, Event, KVCache, Max, Qronos, SmoothQuant, calibrate
+from layerwise import GPTQ, Event, KVCache, SmoothQuant, calibrate
 from layerwise.resume.progress import BACKUP, PROGRESS, _record_digest
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling
+from tests.layerwise.algorithm_table import main_algorithms
 from tests.layerwise.families import FAMILIES, SMALL, batches_for, family
 from tests.layerwise.models import batches, filled, layers_of, llama, shard
 from tests.ranks import run_ranks
@@ -68,9 +69,7 @@ def cached(model: Any, data: Sequence[Tensor], *, heads: bool, prefix: str = "mo
 
 
 @pytest.mark.parametrize("kv_cache", [TENSOR, HEAD], ids=["tensor", "head"])
-@pytest.mark.parametrize(
-    "algorithm", [Max(), SmoothQuant(), GPTQ(), GPTAQ(), Qronos()], ids=lambda one: type(one).__name__
-)
+@main_algorithms
 def test_scales_are_those_of_what_the_quantized_model_caches(algorithm: Any, kv_cache: KVCache) -> None:
     model = llama()
     found = scales_of(model, batches(), kv_cache, algorithm=algorithm, layer_inputs="quantized")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise import AWQ, GPTAQ, GPTQ, Event, Max, Mse, Qronos, calibrate
+from layerwise import GPTQ, Event, calibrate
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from tests.layerwise.algorithm_table import ALGORITHMS
 from tests.layerwise.families import assert_same, batches_for, family, off
 
 DIM = 32
@@ -143,7 +144,9 @@ def test_layers_take_their_turn_in_order_and_what_is_outside_comes_last(way: str
 
 
 @pytest.mark.parametrize(
-    "algorithm", [Max(), Mse(), AWQ(), GPTQ(), GPTQ(act_order=True, hessians="one_at_a_time"), GPTAQ(), Qronos()]
+    "algorithm",
+    [*ALGORITHMS.values(), GPTQ(act_order=True, hessians="one_at_a_time")],
+    ids=lambda one: type(one).__name__,
 )
 def test_linears_outside_of_the_layers_are_calibrated_by_every_algorithm(algorithm: Any) -> None:
     net, original = Net(), Net()

@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from layerwise import AWQ, GPTAQ, GPTQ, Event, Max, Qronos, calibrate
+from layerwise import AWQ, Event, Max, calibrate
 from qtensor import MXFP8BlockScaling, QuantizedTensor
 from tests.dcp_adapters.live_storages import LiveStorages
 from tests.fsdp_hooks.cases import held
+from tests.layerwise.algorithm_table import MAIN, on_scales_of_max
 from tests.ranks import run_ranks
 
 DIM, ROWS, VOCABULARY = 64, 128, 64
@@ -25,13 +26,7 @@ RECIPE = MXFP8BlockScaling()
 LAYER = 4 * (2 * DIM * ROWS + ROWS + 3 * DIM)  # bytes of a block in fp32
 STORED = 2 * DIM * ROWS * 33 // 32  # of its two weights in MXFP8, scales and all
 OUTSIDE = 4 * (2 * VOCABULARY * DIM + VOCABULARY)
-ALGORITHMS = {
-    "max": Max(),
-    "awq": AWQ(variant="lite"),
-    "gptq": GPTQ(scales=Max()),
-    "gptaq": GPTAQ(scales=Max()),
-    "qronos": Qronos(scales=Max()),
-}
+ALGORITHMS = {name: on_scales_of_max(algorithm) for name, algorithm in MAIN.items()} | {"AWQ": AWQ(variant="lite")}
 
 
 class Block(nn.Module):
@@ -111,7 +106,7 @@ def test_a_layer_more_costs_its_result_and_nothing_dense(algorithm: str, tmp_pat
     few, many = (
         _peak(layers, batches(2), tmp_path, algorithm=ALGORITHMS[algorithm], inputs_on="disk") for layers in (3, 5)
     )
-    changed = 4 * 2 * DIM if algorithm == "awq" else 0  # a norm that factors went into
+    changed = 4 * 2 * DIM if ALGORITHMS[algorithm].smooths else 0  # a norm that factors went into
     assert 0 < (many - few) / 2 <= STORED + changed + 64
 
 
@@ -180,7 +175,7 @@ def _sharded_peak(algorithm: str) -> dict[tuple[str, int], int]:
     return seen
 
 
-@pytest.mark.parametrize("algorithm", ["max", "gptq"])
+@pytest.mark.parametrize("algorithm", ["Max", "GPTQ"])
 def test_between_events_one_layer_is_gathered(algorithm: str) -> None:
     for seen in run_ranks(2, _sharded_peak, algorithm):
         for (kind, index), found in seen.items():

@@ -22,6 +22,7 @@ from qtensor import (
     quantize,
     quantize_,
 )
+from tests.layerwise.algorithm_table import MAIN, TABLE
 from tests.layerwise.models import (
     ALGORITHMS,
     DIM,
@@ -211,12 +212,9 @@ def _inputs_by_hand(before: nn.Module, entries: dict[str, Any], *, quantized: bo
 
 
 MODES = [
-    ("Max", None, False),
+    *((name, None, TABLE[name].onward) for name, algorithm in MAIN.items() if not algorithm.smooths),
     ("Max", "quantized", True),
-    ("GPTQ", None, True),
     ("GPTQ", "unquantized", False),
-    ("GPTAQ", None, True),
-    ("Qronos", None, True),
 ]
 
 

@@ -14,13 +14,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.utils import _to_kwargs
 
-from layerwise import AWQ, GPTAQ, GPTQ, LocalHessian, Max, Mse, Qronos, SmoothQuant, calibrate, search_formats
+from layerwise import AWQ, GPTQ, Max, calibrate, search_formats
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling
+from tests.layerwise.algorithm_table import ALGORITHMS
 from tests.layerwise.families import batches_for, family, parts
 from tests.layerwise.models import fingerprints
 from tests.ranks import run_ranks_each
 
-ALGORITHMS = (Max(), Mse(), LocalHessian(), SmoothQuant(), AWQ(), GPTQ(), GPTAQ(), Qronos())
 MENU = [NVFP4BlockScaling(), MXFP8BlockScaling()]
 
 
@@ -63,7 +63,7 @@ def _calibrated(algorithm: Any) -> list[dict[str, str]]:
 @pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_inputs_that_a_root_moves_change_nothing(world_size: int) -> None:
-    cases = ALGORITHMS if world_size == 1 else (GPTQ(smoothing=AWQ()),)
+    cases = [*ALGORITHMS.values()] if world_size == 1 else [GPTQ(smoothing=AWQ())]
     for on_rank in run_ranks_each(world_size, cases, _calibrated):
         for found, moved in on_rank:
             assert found == moved

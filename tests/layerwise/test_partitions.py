@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerwise import AWQ, GPTAQ, GPTQ, Max, Qronos, SmoothQuant
+from tests.layerwise.algorithm_table import MAIN, TABLE
 from tests.layerwise.models import ALGORITHMS, RECIPES, assert_same, batches, outcome, reference, run, shard, toy
 from tests.ranks import run_ranks_each
 
@@ -19,16 +20,11 @@ COUNT = 5
 
 # The algorithms that the statistics of inputs decide something in, static scales of inputs and all.
 METHODS: dict[str, tuple[Any, Any, str]] = {
-    "Max": (ALGORITHMS["Max"], NVFP4, "static"),
+    **{name: (algorithm, NVFP4, "static") for name, algorithm in ALGORITHMS.items()},
     "Mse": (ALGORITHMS["Mse"], FLOAT8, "static"),
     "LocalHessian": (ALGORITHMS["LocalHessian"], FLOAT8, "dynamic"),
-    "SmoothQuant": (ALGORITHMS["SmoothQuant"], NVFP4, "static"),
     "AWQ": (ALGORITHMS["AWQ"], MXFP8, "dynamic"),
-    "GPTQ": (ALGORITHMS["GPTQ"], NVFP4, "static"),
     "GPTQ, one Hessian at a time": (GPTQ(hessians="one_at_a_time", smoothing=SmoothQuant()), NVFP4, "dynamic"),
-    "AWQ, then GPTQ": (ALGORITHMS["AWQ, then GPTQ"], NVFP4, "static"),
-    "GPTAQ": (ALGORITHMS["GPTAQ"], NVFP4, "static"),
-    "Qronos": (ALGORITHMS["Qronos"], NVFP4, "static"),
     "Qronos, one Hessian at a time": (Qronos(hessians="one_at_a_time", descent=1), MXFP8, "dynamic"),
     "AWQ, then GPTAQ": (GPTAQ(smoothing=AWQ(alpha_step=0.25), descent=1), NVFP4, "dynamic"),
     "GPTAQ, one Hessian at a time": (GPTAQ(hessians="one_at_a_time", smoothing=SmoothQuant()), MXFP8, "dynamic"),
@@ -65,7 +61,7 @@ def test_the_order_of_batches_does_not_matter(method: str) -> None:
     assert_same(found, reference(two_layers, recipe, algorithm, COUNT, inputs=inputs), method)
 
 
-@pytest.mark.parametrize("method", ["Max", "SmoothQuant", "GPTQ", "GPTAQ", "Qronos"])
+@pytest.mark.parametrize("method", MAIN)
 def test_the_batches_of_one_rank_alone_would_give_other_bytes(method: str) -> None:
     algorithm, recipe, inputs = METHODS[method]
     expected = reference(two_layers, recipe, algorithm, COUNT, inputs=inputs)
@@ -81,9 +77,7 @@ def test_however_batches_are_dealt_out(world_size: int, sharded: bool) -> None:
     """On three ranks plain replicas, for which nothing but the statistics is exchanged: one method of each of those."""
     cases = [(method, "interleaved") for method in METHODS if sharded or method not in ("Mse", "SmoothQuant", "AWQ")]
     cases += [
-        ("GPTQ", "all but one on the last"),
-        ("GPTAQ", "all but one on the last"),
-        ("Qronos", "all but one on the last"),
+        *((name, "all but one on the last") for name in MAIN if TABLE[name].onward),
         ("SmoothQuant" if sharded else "AWQ", "the last has none"),
     ]
     per_rank = run_ranks_each(world_size, cases, _dealt, sharded=sharded)

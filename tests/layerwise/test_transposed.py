@@ -23,8 +23,9 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import Mxfp4Config
 
 from dcp_adapters import export_hf
-from layerwise import AWQ, GPTQ, Algorithm, LocalHessian, Max, Mse, SmoothQuant, calibrate
+from layerwise import GPTQ, Algorithm, LocalHessian, Max, Mse, calibrate
 from qtensor import Float8CurrentScaling, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
+from tests.layerwise.algorithm_table import ALGORITHMS
 from tests.layerwise.families import batches_for, family
 from tests.layerwise.models import fingerprints
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
@@ -33,14 +34,6 @@ if TYPE_CHECKING:
     from layerwise import CalibrationResult, Event
 
 NVFP4, MXFP8, MXFP4, ROW = NVFP4BlockScaling(), MXFP8BlockScaling(), MXFP4BlockScaling(), Float8CurrentScaling()
-ALGORITHMS: dict[str, Algorithm] = {
-    "Max": Max(),
-    "Mse": Mse(),
-    "LocalHessian": LocalHessian(),
-    "SmoothQuant": SmoothQuant(),
-    "AWQ": AWQ(alpha_step=0.25),
-    "GPTQ": GPTQ(),
-}
 
 
 def run(model: nn.Module, data: Any, recipe: Any, algorithm: Algorithm, **options: Any) -> CalibrationResult:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from layerwise import AWQ, GPTAQ, GPTQ, CalibrationResult, LocalHessian, Max, Mse, Qronos, SmoothQuant, calibrate
+from layerwise import GPTQ, CalibrationResult, Max, calibrate
 from qtensor import NVFP4BlockScaling
 from tests.layerwise import models, small_runs
+from tests.layerwise.algorithm_table import TABLE
 
 BATCHES = small_runs.batches()
 
@@ -22,7 +23,7 @@ def bytes_of(algorithm: Any, data: Any) -> dict[str, str]:
     return models.fingerprints(calibrated(algorithm, data).state_dict())
 
 
-@pytest.mark.parametrize("algorithm", [Max(), Mse()], ids=repr)
+@pytest.mark.parametrize("algorithm", [facts.quick for facts in TABLE.values() if facts.alone == facts.quick], ids=repr)
 def test_max_and_mse_come_to_the_same_without_data(algorithm: Any) -> None:
     assert bytes_of(algorithm, None) == bytes_of(algorithm, BATCHES)
 
@@ -30,12 +31,7 @@ def test_max_and_mse_come_to_the_same_without_data(algorithm: Any) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "equal"),
     [
-        (LocalHessian(), Mse()),
-        (SmoothQuant(), Max()),
-        (AWQ(), Max()),
-        (GPTQ(), Mse()),
-        (GPTAQ(), Mse()),
-        (Qronos(), Mse()),
+        *((facts.quick, facts.alone) for facts in TABLE.values() if facts.alone != facts.quick),
         (GPTQ(scales=Max()), Max()),
     ],
     ids=repr,

@@ -27,7 +27,7 @@ from dcp_adapters.hf.exporting.making import own_groups
 from dcp_adapters.hf.exporting.plan import ExportPlan
 from dcp_adapters.hf.exporting.prepare import Asked, prepared, requantizes
 from dcp_adapters.hf.exporting.writing import begun_directory, publish_directory, write_files
-from dcp_adapters.hf.layouts.layout import layout_named
+from dcp_adapters.hf.layouts.registry import layout_named
 from dcp_adapters.hf.models.adapters import check_adapters
 from dcp_adapters.plain.durable import refuse_taken, remove_on_error
 from dcp_adapters.plain.logged_work import log_work

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.format.source import Keep, Source, TensorGroup
-from dcp_adapters.hf.exporting.plan import Output, Written
-from dcp_adapters.hf.layouts.layout import ONE_OVER
+from dcp_adapters.hf.exporting.outputs import Output, Written
 from dcp_adapters.stored.part_values import holds_nan
 from fsdp_hooks.lazy_bits import resolve
 from qtensor.spec.recipes import Recipe
@@ -118,7 +117,7 @@ def made(output: Output, parts: Mapping[str, Tensor], twin: Mapping[str, Tensor]
             )
     for written in output.written:
         tensor = _one(written, parts)
-        if written.form is ONE_OVER and not bool(tensor.isfinite()):
+        if written.form.inverts and not bool(tensor.isfinite()):
             raise ValueError(
                 f"{written.name}: the scale of {output.source} is 0 or next to it, and engines read its reciprocal, "
                 "which would be infinite; quantize it again"

@@ -7,7 +7,7 @@ cannot be exported is found here, before anything is written; scales that engine
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.rotations import is_marker, rotations_in
+from dcp_adapters.hf.exporting.outputs import FilePlan, Output, Written, files_within
 from dcp_adapters.hf.exporting.shared_scales import (
     check_fused,
     input_scales,
@@ -25,18 +26,7 @@ from dcp_adapters.hf.exporting.shared_scales import (
 )
 from dcp_adapters.hf.files.names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.layouts.experts import check_experts, dense_pieces, dense_weight, engine_pieces
-from dcp_adapters.hf.layouts.layout import (
-    INPUT_SCALE,
-    KINDS,
-    KV_SCALES,
-    SAME,
-    SHAPE,
-    Form,
-    Layout,
-    Linears,
-    Scheme,
-    kind_of,
-)
+from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KINDS, KV_SCALES, SHAPE, Layout, Linears, Scheme, kind_of
 from dcp_adapters.hf.layouts.rotations import check_rotations
 from dcp_adapters.hf.models.file_names import FileNames, memory_modules
 from dcp_adapters.plain.words import few_of
@@ -46,56 +36,6 @@ from qtensor.spec.registry import specs_of
 
 CODES = ("weight", "weight_packed", "qweight", "_blocks", "_scales")  # matrices of integers under these names are codes
 EMBEDDINGS = tuple(f".{module}.weight" for module in ("embed_tokens", "wte", "word_embeddings", "tok_embeddings"))
-
-
-@dataclass(frozen=True)
-class Written:
-    """One tensor of a file.
-
-    part: of the source's tensor, "" for a dense one, INPUT_SCALE or SHAPE for `value`. piece: the rows it holds; None
-    for all.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    part: str
-    form: Form = SAME
-    piece: Piece | None = None
-    value: float | tuple[int, ...] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Output:
-    """What becomes of one tensor of the source.
-
-    recipe: None for a dense one. scale: the global scale under which it is quantized anew, None where the bytes stay.
-    twin: another tensor of the source, tied to this one; it must be equal, and is not written.
-    """
-
-    source: str
-    recipe: Recipe | None
-    written: tuple[Written, ...]
-    scale: float | None = None
-    twin: str | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return sum(written.nbytes for written in self.written)
-
-
-@dataclass(frozen=True)
-class FilePlan:
-    """One safetensors file: its name and what is in it."""
-
-    name: str
-    outputs: tuple[Output, ...]
 
 
 @dataclass(frozen=True)
@@ -212,8 +152,8 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     recipes = frozenset(record.recipe for record in quantized.values() if record.recipe is not None)
     linears = Linears(schemes, ignored, kv_cache, request.producer, recipes, rotated, also)
     dtype = request.dtype or next(iter(quantized.values())).dtype
-    files = _files_within(outputs, request.max_shard_size)
-    return ExportPlan(files, request.layout.json(request.layout, linears), tuple(renewed), dtype, weights)
+    files = files_within(outputs, request.max_shard_size)
+    return ExportPlan(files, request.layout.json(linears), tuple(renewed), dtype, weights)
 
 
 # -- linears -----------------------------------------------------------------------------------------------------------
@@ -360,30 +300,3 @@ def _kv_outputs(
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{entry} is {value}, which engines divide by; calibrate it again, or leave it out")
             yield Output(entry, None, (Written(name, torch.float32, form.shape(()), INPUT_SCALE, form, value=value),))
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def _files_within(outputs: Sequence[Output], limit: int) -> tuple[FilePlan, ...]:
-    """Outputs in files of at most `limit` bytes; a larger output is alone in its file."""
-    names: dict[str, str] = {}
-    for output in outputs:
-        for written in output.written:
-            if written.name in names:
-                raise ValueError(f"{written.name} would hold both {names[written.name]} and {output.source}")
-            names[written.name] = output.source
-    groups: list[list[Output]] = [[]]
-    filled = 0
-    for output in outputs:
-        if groups[-1] and filled + output.nbytes > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(output)
-        filled += output.nbytes
-    if len(groups) == 1:
-        return (FilePlan("model.safetensors", tuple(groups[0])),)
-    return tuple(
-        FilePlan(f"model-{number:05}-of-{len(groups):05}.safetensors", tuple(group))
-        for number, group in enumerate(groups, start=1)
-    )

@@ -25,11 +25,8 @@ from dcp_adapters.hf.exporting.plan import ExportPlan, Request, plan_export
 from dcp_adapters.hf.exporting.quantizing import Quantizing, quantized_on_the_way
 from dcp_adapters.hf.exporting.sources import JoinedSources, source_of
 from dcp_adapters.hf.files.names import RENAMED, pieces_of
-from dcp_adapters.hf.layouts.compressed_tensors import COMPRESSED_TENSORS
-from dcp_adapters.hf.layouts.fp8 import FP8
-from dcp_adapters.hf.layouts.gpt_oss import GPT_OSS
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KV_SCALES, Layout
-from dcp_adapters.hf.layouts.modelopt import MODELOPT
+from dcp_adapters.hf.layouts.registry import layouts_of_models
 from dcp_adapters.hf.models.kept_dtypes import kept_names
 from dcp_adapters.hf.models.prefixes import outer_prefix
 from fsdp_hooks.kernels.digest import digest
@@ -38,8 +35,6 @@ from fsdp_hooks.ranks.waiting import waited_for
 from fsdp_hooks.release import VERSION
 from qtensor.spec.registry import tensor_wide
 
-BUILT_IN = (COMPRESSED_TENSORS, FP8, GPT_OSS, MODELOPT)
-OF_WHOLE_EXPERTS = {model: layout.name for layout in BUILT_IN for model in layout.models}
 FUSED_SCALES = ("raise", "requantize")
 # Models with Conv1D of transformers, and the names of these modules: no layout has their [K, N] quantized.
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
@@ -207,15 +202,16 @@ def check_names(
             f"layout={layout.name!r} is that of {', '.join(sorted(layout.models))}, and the config is that of "
             f'{", ".join(sorted(types))}; use layout="compressed-tensors"'
         )
-    renamed, whole = types & RENAMED, types & OF_WHOLE_EXPERTS.keys() - layout.models
+    made_for = layouts_of_models()
+    renamed, others = types & RENAMED, types & made_for.keys() - layout.models
     experts = [
         name for name, record in entries.items() if len(record.shape) == 3 and pieces_of(name, record.shape) is not None
     ]
     quantized = [name for name in experts if entries[name].recipe is not None]
-    if whole and quantized:
-        model = whole.pop()
+    if others and quantized:
+        model = others.pop()
         raise ValueError(
-            f'{quantized[0]}: engines know the experts of {model} in layout="{OF_WHOLE_EXPERTS[model]}" alone; use that'
+            f'{quantized[0]}: engines know the experts of {model} in layout="{made_for[model].name}" alone; use that'
         )
     unknown = [name for name in experts if not expected.is_joined(name)]
     if renamed and unknown:

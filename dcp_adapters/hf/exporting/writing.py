@@ -23,7 +23,8 @@ from dcp_adapters.format.recipe_names import dtype_name
 from dcp_adapters.format.source import Keep, Source
 from dcp_adapters.hf.exporting.config import CONFIG, ModelConfig
 from dcp_adapters.hf.exporting.making import GroupOf, Job, in_groups, made_tensors
-from dcp_adapters.hf.exporting.plan import ExportPlan, FilePlan
+from dcp_adapters.hf.exporting.outputs import FilePlan
+from dcp_adapters.hf.exporting.plan import ExportPlan
 from dcp_adapters.hf.files.directory import INDEX
 from dcp_adapters.hf.files.file_digests import DIGESTS, NO_DIGEST, digests_of, to_note
 from dcp_adapters.hf.files.header import METADATA, read_header, write_header

@@ -1,7 +1,11 @@
-"""The layouts, and what their JSON says.
+"""The layouts, one file each: both directions, and what it refuses. Each registers itself, as soon as one is asked for.
 
-layout.py        what a layout is; compressed_tensors.py, modelopt.py, fp8.py, gpt_oss.py are the four
-experts.py       which linears a weight of all experts becomes
-rotations.py     inputs that a layout says are rotated; recorded.py: what our own exports say besides
-claims.py        what JSON says of each linear; plain_claims.py: where it says one thing of all
+compressed_tensors.py  modelopt.py  fp8.py  gpt_oss.py   the four
+layout.py     what a layout is; forms.py: how a part looks in a file; registry.py: which there are
+experts.py    which linears a weight of all experts becomes
+rotations.py  inputs that a layout says are rotated; recorded.py: what our own exports say besides
 """
+
+from dcp_adapters.hf.layouts import compressed_tensors, fp8, gpt_oss, modelopt
+
+__all__ = ["compressed_tensors", "fp8", "gpt_oss", "modelopt"]

@@ -4,28 +4,32 @@ One group of linears for each scheme. Global scales are stored as reciprocals, t
 that are rotated at run time stand in its `transform_config`.
 """
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from dcp_adapters.hf.files.directory import Directory
+from dcp_adapters.hf.files.patterns import bounded
+from dcp_adapters.hf.layouts.forms import HEADS, ONE, ONE_A_BLOCK, ONE_OVER, WORDS
 from dcp_adapters.hf.layouts.layout import (
     GROUPS_OF_INPUTS,
-    HEADS,
     INPUT_SCALE,
-    ONE,
-    ONE_A_BLOCK,
-    ONE_OVER,
     SHAPE,
-    WORDS,
+    Claims,
     Layout,
     Linears,
     Scheme,
     SchemeEntry,
     StoredAs,
-    register_layout,
+    differing,
 )
+from dcp_adapters.hf.layouts.registry import register_layout
 from dcp_adapters.hf.layouts.rotations import transform_config
-from dcp_adapters.plain.words import few_of
+from dcp_adapters.plain.words import few_of, short, short_each
 from qtensor.formats.int4 import GROUPS
 
+WEIGHTS = ("num_bits", "type", "strategy", "group_size", "symmetric")  # what decides how weights decode
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_TENSOR = {**FP8, "strategy": "tensor", "dynamic": False}
 FP8_HEAD = {**FP8, "strategy": "attn_head", "dynamic": False}
@@ -108,30 +112,56 @@ SCHEMES = {
 }
 
 
-def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
-    """One group for each scheme; if there are several, each names its modules."""
-    kinds = linears.kinds
-    groups = {
-        f"group_{number}": {
-            "targets": ["Linear"] if len(kinds) == 1 else linears.names(linears.modules(scheme)),
-            **layout.schemes[scheme].config,
+class CompressedTensors(Layout):
+    """The JSON has groups of linears, each with a scheme."""
+
+    def json(self, linears: Linears) -> dict[str, Any]:
+        """One group for each scheme; if there are several, each names its modules."""
+        kinds = linears.kinds
+        groups = {
+            f"group_{number}": {
+                "targets": ["Linear"] if len(kinds) == 1 else linears.names(linears.modules(scheme)),
+                **self.schemes[scheme].config,
+            }
+            for number, scheme in enumerate(kinds)
         }
-        for number, scheme in enumerate(kinds)
-    }
-    forms = {str(group["format"]) for group in groups.values()}
-    quantization = {
-        "quant_method": layout.name,
-        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "global_compression_ratio": None,
-        "kv_cache_scheme": {"tensor": FP8_TENSOR, "head": FP8_HEAD, None: None}[linears.kv_cache],
-        "ignore": linears.names(linears.ignored),
-        "config_groups": groups,
-    }
-    if linears.rotated:
-        _check_rotated(linears)
-        quantization["transform_config"] = transform_config(linears.rotated)
-    return {"config.json": quantization}
+        forms = {str(group["format"]) for group in groups.values()}
+        quantization = {
+            "quant_method": self.name,
+            "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "global_compression_ratio": None,
+            "kv_cache_scheme": {"tensor": FP8_TENSOR, "head": FP8_HEAD, None: None}[linears.kv_cache],
+            "ignore": linears.names(linears.ignored),
+            "config_groups": groups,
+        }
+        if linears.rotated:
+            _check_rotated(linears)
+            quantization["transform_config"] = transform_config(linears.rotated)
+        return {"config.json": quantization}
+
+    def claims(self, directory: Directory, said: Mapping[str, Any]) -> "CompressedTensorsClaims":
+        """Refuse sparse weights and malformed groups."""
+        where = f"{directory.path}: the quantization_config of config.json"
+        sparse = said.get("sparsity_config") or {}
+        if not isinstance(sparse, Mapping) or sparse.get("format", "dense") != "dense":
+            raise ValueError(f"{where} says that weights are stored sparsely; the library reads dense ones")
+        groups = said.get("config_groups")
+        if not isinstance(groups, Mapping) or not all(_is_group(group) for group in groups.values()):
+            raise ValueError(f"{where} has no config_groups, expected weights and targets in each")
+        longest = max(map(len, directory.tensors), default=0)
+        try:
+            targets = [
+                _Target(group, name, bounded(name[3:], longest) if name.startswith("re:") else None)
+                for group in groups.values()
+                for name in group["targets"]
+            ]
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{where} has a target that is no pattern: {error}; name the modules") from error
+        except ValueError as error:
+            raise ValueError(f"{where} has a target that is not used: {error}; name the modules") from error
+        kv_cache = kv_cache_problem(said.get("kv_cache_scheme"))
+        return CompressedTensorsClaims(layout=self, kv_cache=kv_cache, targets=targets)
 
 
 def _check_rotated(linears: Linears) -> None:
@@ -145,13 +175,98 @@ def _check_rotated(linears: Linears) -> None:
         )
 
 
-COMPRESSED_TENSORS = Layout(
+@dataclass(frozen=True)
+class _Target:
+    """A group's target: a module's name, `re:` and a pattern for its start, or a class of modules."""
+
+    group: Mapping[str, Any]
+    name: str
+    pattern: re.Pattern[str] | None
+
+    def rank(self, module: str) -> int | None:
+        """How exactly it means a module: 0 by name, 1 by pattern, 2 by class; None where it does not mean it."""
+        if self.pattern is not None:
+            return 1 if self.pattern.match(module) else None
+        return 0 if self.name == module else 2 if "." not in self.name else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedTensorsClaims(Claims):
+    """What the groups say of the modules that are their targets."""
+
+    targets: list[_Target]
+
+    def problem(self, module: str, scheme: Scheme) -> str | None:
+        """The most exact targets decide."""
+        ranked = [(rank, target.group) for target in self.targets if (rank := target.rank(module)) is not None]
+        if not ranked:
+            return "no group of config.json has it as a target"
+        best = min(rank for rank, _ in ranked)
+        problems = [self._against(group, scheme) for rank, group in ranked if rank == best]
+        return None if None in problems else problems[0]
+
+    def said_of(self, module: str) -> str:
+        """What the first of the most exact targets says."""
+        ranked = [(rank, target) for target in self.targets if (rank := target.rank(module)) is not None]
+        if not ranked:
+            return ""
+        weights = min(ranked, key=lambda pair: pair[0])[1].group["weights"]
+        return ", ".join(f"{key} {short(weights[key])}" for key in WEIGHTS[:4] if weights.get(key) is not None)
+
+    def _against(self, group: Mapping[str, Any], scheme: Scheme) -> str | None:
+        expected, inputs = self.layout.schemes[scheme].config, group.get("input_activations")
+        weights = group["weights"]
+        problems = [f"weights of {each}" for each in differing(weights, expected["weights"], WEIGHTS)]
+        problems += [
+            f"weights with {key} {short_each(weights.get(key))}"
+            for key in ("actorder", "block_structure")
+            if (_sizes(weights.get(key)) or None) != expected["weights"].get(key)
+        ]
+        if group.get("output_activations"):
+            problems.append("quantized outputs")
+        static = scheme.inputs == "static"
+        if not inputs:
+            problems += ["no quantized inputs, and an input scale is there"] if static else []
+        elif inputs.get("dynamic") is True and static:
+            problems.append("inputs quantized on the fly, and an input scale is there")
+        elif inputs.get("dynamic") is not True and not static:
+            problems.append("inputs under a calibrated scale, and none is there")
+        else:
+            wanted = expected["input_activations"] or expected["weights"]  # without any: as the weights, or not at all
+            problems += [f"inputs of {each}" for each in differing(inputs, wanted, ("num_bits", "type"))]
+        return f"config.json says {'; '.join(problems)}" if problems else None
+
+
+def _sizes(said: Any) -> Any:
+    """[128, 128] for "128x128", as older tools write it; anything else as it is."""
+    is_text = isinstance(said, str) and re.fullmatch(r"[0-9]{1,9}x[0-9]{1,9}", said)
+    return [int(size) for size in said.split("x")] if is_text else said
+
+
+def _is_group(group: Any) -> bool:
+    return (
+        isinstance(group, Mapping)
+        and isinstance(group.get("weights"), Mapping)
+        and isinstance(group.get("input_activations"), Mapping | None)
+        and isinstance(group.get("targets"), list)
+        and all(isinstance(name, str) for name in group["targets"])
+    )
+
+
+def kv_cache_problem(said: Any) -> str | None:
+    """Why a kv_cache_scheme is not the FP8 one."""
+    if not isinstance(said, Mapping):
+        return None
+    problems = differing(said, {"num_bits": 8, "type": "float", "symmetric": True}, WEIGHTS)
+    return f"the kv_cache_scheme says {'; '.join(problems)}" if problems else None
+
+
+COMPRESSED_TENSORS = CompressedTensors(
     name="compressed-tensors",
     schemes=SCHEMES,
     kv_scales={"k_scale": "k_scale", "v_scale": "v_scale"},
     kv_form=ONE,
     kv_heads=HEADS,
-    json=_json,
     rotates=True,
     lacks={Scheme("fp8_block", "static"): GROUPS_OF_INPUTS},
 )

@@ -5,19 +5,25 @@ by others may hold scales that are powers of two in 8 bits, or one scale for a w
 never written.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from dcp_adapters.hf.files.directory import Directory
+from dcp_adapters.hf.layouts.forms import ONE_A_BLOCK
 from dcp_adapters.hf.layouts.layout import (
     GROUPS_OF_INPUTS,
     INPUT_SCALE,
-    ONE_A_BLOCK,
+    KINDS,
+    Claims,
     Layout,
     Linears,
     Scheme,
     SchemeEntry,
     StoredAs,
-    register_layout,
 )
+from dcp_adapters.hf.layouts.registry import register_layout
+from dcp_adapters.plain.words import short_each
 from qtensor.formats.float8_blocks import BLOCK, Float8BlockScaling
 
 POWERS_OF_TWO = "ue8m0"  # what scale_fmt says
@@ -37,26 +43,48 @@ def _whole(scale: str, *inputs: str) -> tuple[Scheme, SchemeEntry]:
     return scheme, SchemeEntry(stored, {"activation_scheme": scheme.inputs, "weight_block_size": None})
 
 
-def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
-    """The quantization_config; scales that are powers of two are announced where all of them are."""
-    _check_ignored(linears)
-    told: dict[str, Any] = {"quant_method": layout.name, "fmt": "e4m3", **BLOCKS.config}
-    recipes = [recipe for recipe in linears.recipes if isinstance(recipe, Float8BlockScaling)]
-    if recipes and all(recipe.power_of_two for recipe in recipes):
-        told["scale_fmt"] = POWERS_OF_TWO
-    return {"config.json": {**told, IGNORED[0]: linears.names(linears.ignored)}}
+class Float8Blocks(Layout):
+    """The JSON says one thing of all linears, and names those that are left alone."""
+
+    def json(self, linears: Linears) -> dict[str, Any]:
+        """Scales that are powers of two are announced where all of them are."""
+        _check_ignored(self, linears)
+        told: dict[str, Any] = {"quant_method": self.name, "fmt": "e4m3", **BLOCKS.config}
+        recipes = [recipe for recipe in linears.recipes if isinstance(recipe, Float8BlockScaling)]
+        if recipes and all(recipe.power_of_two for recipe in recipes):
+            told["scale_fmt"] = POWERS_OF_TWO
+        return {"config.json": {**told, IGNORED[0]: linears.names(linears.ignored)}}
+
+    def claims(self, directory: Directory, said: Mapping[str, Any]) -> "Float8BlocksClaims":
+        """Refuse elements, blocks and scales of other kinds."""
+        known = {
+            "fmt": (None, "e4m3"),
+            "activation_scheme": ("dynamic", "static"),
+            "weight_block_size": (None, [BLOCK, BLOCK]),
+            "scale_fmt": (None, "float", POWERS_OF_TWO),
+        }
+        for key, values in known.items():
+            if said.get(key) not in values:
+                expected = " or ".join(short_each(value) for value in values if value is not None)
+                raise ValueError(
+                    f"{directory.path}: the quantization_config of config.json says {key} {short_each(said.get(key))}, "
+                    f"which the library does not read; expected {expected}"
+                )
+        ignored = frozenset(name for key in IGNORED for name in _names(said.get(key)))
+        blocks = Float8BlockScaling(power_of_two=said.get("scale_fmt") == POWERS_OF_TWO)
+        return Float8BlocksClaims(layout=self, kinds={**KINDS, "fp8_block": blocks}, said=said, ignored=ignored)
 
 
-def _check_ignored(linears: Linears) -> None:
+def _check_ignored(layout: Layout, linears: Linears) -> None:
     """Refuse an ignored module whose name ends a quantized one's, or is that of a module around it."""
     every = linears.names(linears.ignored)
     for module in linears.names(linears.schemes):
         ignored = next((name for name in every if is_meant(name, module)), None)
         if ignored is not None:
             raise ValueError(
-                f"{module}: engines that read the layout {FP8.name} would take it for {ignored or 'the model itself'}, "
-                "which is not quantized, as its name ends with that name, or begins with it and a dot; quantize both "
-                'or neither, or use layout="compressed-tensors"'
+                f"{module}: engines that read the layout {layout.name} would take it for "
+                f"{ignored or 'the model itself'}, which is not quantized, as its name ends with that name, or begins "
+                'with it and a dot; quantize both or neither, or use layout="compressed-tensors"'
             )
 
 
@@ -65,11 +93,40 @@ def is_meant(ignored: str, module: str) -> bool:
     return module.endswith(ignored) or module.startswith(f"{ignored}.")
 
 
-FP8 = Layout(
+@dataclass(frozen=True, kw_only=True)
+class Float8BlocksClaims(Claims):
+    """One scheme for all, but for the modules that are named as left alone (`ignored`)."""
+
+    said: Mapping[str, Any]
+    ignored: frozenset[str]
+
+    def problem(self, module: str, scheme: Scheme) -> str | None:
+        """All that is said must be of the scheme, and a size must be said: without one, clients differ."""
+        expected = next(entry.config for its, entry in self.layout.readable if its == scheme)
+        problems = [
+            f"{key} {short_each(self.said.get(key))}, expected {short_each(expected[key])}"
+            for key in expected
+            if self.said.get(key) != expected[key]
+        ]
+        if any(module == name or module.startswith(f"{name}.") for name in self.ignored):
+            problems.append("that it is left alone")
+        return f"config.json says {'; '.join(problems)}" if problems else None
+
+    def said_of(self, module: str) -> str:
+        """The size of the blocks."""
+        size = self.said.get("weight_block_size")
+        return "" if size is None else f"weight_block_size {short_each(size)}"
+
+
+def _names(said: Any) -> list[str]:
+    """The names in a list of them; none where nothing is said."""
+    return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+
+
+FP8 = Float8Blocks(
     name="fp8",
     schemes={Scheme("fp8_block", "dynamic"): BLOCKS},
     kv_scales={"k_scale": "k_scale", "v_scale": "v_scale"},
-    json=_json,
     lacks={
         Scheme("fp8_block", "static"): GROUPS_OF_INPUTS,
         Scheme("fp8_tensor", "static"): _WHOLE,

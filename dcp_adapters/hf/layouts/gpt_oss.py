@@ -8,26 +8,50 @@ The rows are those of a linear, [E, N, K]; transformers' own dense weights are t
 and up alternate. Everything else is dense.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
-from dcp_adapters.hf.layouts.layout import BLOCKS, Layout, Linears, Scheme, SchemeEntry, StoredAs, register_layout
+from dcp_adapters.hf.files.directory import Directory
+from dcp_adapters.hf.layouts.forms import BLOCKS
+from dcp_adapters.hf.layouts.layout import Claims, Layout, Linears, Scheme, SchemeEntry, StoredAs
+from dcp_adapters.hf.layouts.registry import register_layout
+from dcp_adapters.plain.words import short
 
 SCHEMES = {
     Scheme("mxfp4", "none"): SchemeEntry((StoredAs("payload", "_blocks", BLOCKS), StoredAs("scale", "_scales")), {}),
 }
 
 
-def _json(layout: Layout, linears: Linears) -> dict[str, Any]:
-    """What is not quantized."""
-    return {"config.json": {"quant_method": layout.name, "modules_to_not_convert": list(linears.ignored)}}
+class GptOss(Layout):
+    """Only experts are quantized, and the JSON says which are not."""
+
+    def json(self, linears: Linears) -> dict[str, Any]:
+        """What is not quantized."""
+        return {"config.json": {"quant_method": self.name, "modules_to_not_convert": list(linears.ignored)}}
+
+    def claims(self, directory: Directory, said: Mapping[str, Any]) -> "GptOssClaims":
+        """Refuse what are no names."""
+        left = said.get("modules_to_not_convert") or []
+        if not isinstance(left, list) or not all(isinstance(name, str) for name in left):
+            raise ValueError(
+                f"{directory.path}: the modules_to_not_convert of config.json are {short(left)}, expected names"
+            )
+        return GptOssClaims(layout=self, left=left)
 
 
-GPT_OSS = Layout(
-    name="mxfp4",
-    schemes=SCHEMES,
-    kv_scales={},
-    json=_json,
-    experts="all",
-    models=frozenset({"gpt_oss"}),
-)
+@dataclass(frozen=True, kw_only=True)
+class GptOssClaims(Claims):
+    """Experts are quantized, but for those in modules that are named (`left`)."""
+
+    left: list[str]
+
+    def problem(self, module: str, scheme: Scheme) -> str | None:
+        """A module that is named there, or is inside of one, is not quantized."""
+        named = next((name for name in self.left if fnmatchcase(f"{module}.", f"{name}.*")), None)
+        return None if named is None else f"config.json says by modules_to_not_convert that {named} is not quantized"
+
+
+GPT_OSS = GptOss(name="mxfp4", schemes=SCHEMES, experts="all", models=frozenset({"gpt_oss"}))
 register_layout(GPT_OSS)

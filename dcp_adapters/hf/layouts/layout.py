@@ -1,24 +1,23 @@
 """What a layout is: the tensors in the file for each kind of quantized linear, and the JSON that describes them.
 
     Scheme     how one linear is quantized: the kind of its weight, and what becomes of its inputs
-    Form       how a part looks in the file: as it is, as one value in a 1-dim tensor, as its reciprocal, ...
-    StoredAs   one tensor of a linear, `<module>.<name>`: which part it is, in which form
-    Layout     the table scheme -> tensors and JSON, and the function that makes the files of JSON from it
+    StoredAs   one tensor of a linear, `<module>.<name>`: which part it is, in which form (forms.py)
+    Layout     the table scheme -> tensors; `json` writes what engines are told, `claims` reads it
+    Claims     what the JSON of one directory says, to be compared with what its tensors are
 
-A layout is data, in a file of its own that registers it. Writing follows the tables from parts to files, reading from
-files to parts; claims.py also compares its JSON when a directory is read.
+A layout is one file, which registers it (registry.py). Writing follows its table from parts to files, reading from
+files to parts.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
+from dcp_adapters.hf.files.directory import Directory
+from dcp_adapters.hf.layouts.forms import SAME, Form
+from dcp_adapters.plain.words import short
 from qtensor.formats.float8 import Float8CurrentScaling
-from qtensor.formats.float8_blocks import BLOCK, Float8BlockScaling
+from qtensor.formats.float8_blocks import Float8BlockScaling
 from qtensor.formats.float8_delayed import Float8DelayedScaling
 from qtensor.formats.int4 import GROUPS, Int4GroupScaling
 from qtensor.formats.mxfp4 import MXFP4BlockScaling
@@ -34,7 +33,7 @@ RECIPES = "qtensor.recipes"  # in the metadata of a file: JSON {weight: its reci
 Inputs = Literal["none", "dynamic", "static"]
 
 # The recipe of each kind as files describe it; to an engine, other recipes that decode alike are the same.
-KINDS: Mapping[str, Recipe] = {
+KINDS: dict[str, Recipe] = {
     "fp8_tensor": Float8CurrentScaling(granularity="tensor"),
     "fp8_row": Float8CurrentScaling(granularity="row"),
     "fp8_block": Float8BlockScaling(),
@@ -44,7 +43,7 @@ KINDS: Mapping[str, Recipe] = {
     **{f"int4_{group}": Int4GroupScaling(group=group) for group in GROUPS},
 }
 # Inputs of a linear without a calibrated scale: quantized on the fly, or, where that needs one, left as they are.
-UNCALIBRATED: Mapping[str, Inputs] = {
+UNCALIBRATED: dict[str, Inputs] = {
     "fp8_tensor": "dynamic",
     "fp8_row": "dynamic",
     "fp8_block": "dynamic",
@@ -53,6 +52,19 @@ UNCALIBRATED: Mapping[str, Inputs] = {
     "mxfp4": "none",
     **{f"int4_{group}": "none" for group in GROUPS},
 }
+
+
+def register_kind(name: str, recipe: Recipe, uncalibrated: Inputs = "none") -> None:
+    """Give a format of your own a kind, which schemes of layouts can name.
+
+    `recipe` describes the kind: other recipes of its type are recorded in the files beside it. `uncalibrated`: the
+    inputs of a linear without a calibrated scale. Raises ValueError if the name is taken, or the recipe has a kind.
+    """
+    if name in KINDS:
+        raise ValueError(f"the kind {name!r} is registered already")
+    if kind_of(recipe) is not None:
+        raise ValueError(f"{recipe} is of the kind {kind_of(recipe)!r} already")
+    KINDS[name], UNCALIBRATED[name] = recipe, uncalibrated
 
 
 @dataclass(frozen=True)
@@ -88,100 +100,6 @@ def kind_of(recipe: Recipe) -> str | None:
     if isinstance(recipe, Int4GroupScaling):
         return f"int4_{recipe.group}"
     return next((kind for kind, other in KINDS.items() if type(other) is type(recipe)), None)
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a part looks in the file.
-
-    shape: the part's shape -> the file's. write, read: the part -> what the file holds, and back. columns: how many
-    columns of the part one of the file's stands for. rows: how many rows of the part, all equal, one row of the file
-    stands for; `read` gives one row for them. dtype: the file's; None: the part's.
-    """
-
-    shape: Callable[[Sequence[int]], tuple[int, ...]]
-    write: Callable[[Tensor], Tensor]
-    read: Callable[[Tensor], Tensor]
-    columns: int = 1
-    rows: int = 1
-    dtype: torch.dtype | None = None
-
-
-def reciprocal(value: Tensor) -> Tensor:
-    """The fp32 number whose reciprocal is `value`, where there is one; else the one nearest to 1 / value.
-
-    So reading gives back what was written. Global scales are such reciprocals (of 2688 / amax); a value between two
-    reciprocals comes back as the nearer one, and does not change again.
-    """
-    nearest = torch.reciprocal(value.float())
-    for step in (0, 1, -1):
-        candidate = (nearest.view(torch.int32) + step).view(torch.float32)
-        if torch.equal(torch.reciprocal(candidate), value.float()):
-            return candidate
-    return nearest
-
-
-def _little_endian() -> None:
-    """Refuse a machine on which the bytes of a word are not in the order in which files have them."""
-    if sys.byteorder != "little":
-        raise NotImplementedError(
-            "codes in words of 32 bits (pack-quantized): this machine stores the highest byte of a word first, and the "
-            "codes would be out of order; use a little-endian machine"
-        )
-
-
-def _as_words(part: Tensor) -> Tensor:
-    _little_endian()
-    return part.contiguous().view(torch.int32)
-
-
-def _as_bytes(stored: Tensor) -> Tensor:
-    _little_endian()
-    return stored.contiguous().view(torch.uint8)
-
-
-SAME = Form(shape=tuple, write=lambda part: part, read=lambda stored: stored)
-ONE = Form(shape=lambda shape: (1,), write=lambda part: part.reshape(1), read=lambda stored: stored.reshape(()))
-FLAT = Form(
-    shape=lambda shape: tuple(shape[:-1]),
-    write=lambda part: part.squeeze(-1),
-    read=lambda stored: stored.unsqueeze(-1),
-)
-ONE_A_BLOCK = Form(  # of scales [N, blocks along K] of square blocks
-    shape=lambda shape: (-(-shape[0] // BLOCK), *shape[1:]),
-    write=lambda part: part[::BLOCK],
-    read=lambda stored: stored,
-    rows=BLOCK,
-)
-ONE_OVER = Form(
-    shape=lambda shape: (1,),
-    write=lambda part: reciprocal(part).reshape(1),
-    read=lambda stored: torch.reciprocal(stored.float()).reshape(()),
-)
-# Four bytes a word, the first one lowest: eight codes of 4 bits, the first code lowest.
-WORDS = Form(
-    shape=lambda shape: (*shape[:-1], shape[-1] // 4), write=_as_words, read=_as_bytes, columns=4, dtype=torch.int32
-)
-# The bytes of each 32-block of 4-bit codes in a dim of their own.
-BLOCKS = Form(
-    shape=lambda shape: (*shape[:-1], shape[-1] // 16, 16),
-    write=lambda part: part.unflatten(-1, (-1, 16)),
-    read=lambda stored: stored.flatten(-2),
-    columns=16,
-)
-
-
-def _of_heads(part: Tensor) -> Tensor:
-    """Scales [heads] as the file has them; ValueError for one that engines cannot divide by."""
-    if not bool((part.isfinite() & (part > 0)).all()):
-        raise ValueError(
-            f"scales of the KV cache {part.tolist()}, which engines divide by; calibrate them again, or leave them out"
-        )
-    return part.reshape(-1, 1, 1)
-
-
-# Scales [heads] of the KV cache, beside whose dim those of tokens and of columns are 1.
-HEADS = Form(shape=lambda shape: (*shape, 1, 1), write=_of_heads, read=lambda stored: stored.reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -245,9 +163,12 @@ class Linears:
         return [module for module, its in self.schemes.items() if its == scheme]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to write quantized linears into safetensors.
+    """One way to write quantized linears into safetensors, and to read them.
+
+    A layout of your own gives `name` and `schemes`; the rest are answers of a layout that has nothing special. `json`
+    and `claims` are overridden where engines are told more than the name.
 
     Attributes:
         name: what `layout=` calls it; also the `quant_method` in config.json.
@@ -259,25 +180,41 @@ class Layout:
         fuses: whether its engines run some linears as one, which must then share a format and scales.
         rotates: whether its JSON can tell engines to rotate inputs at run time.
         models: the `model_type`s that it is for; empty: all but those whose experts have names of their own.
-        kv_scales: the calibrated name of a KV-cache scale -> its name in the file, both behind the attention's fqn.
+        kv_scales: the calibrated name of a KV-cache scale -> its name in the file, both behind the attention's fqn;
+            empty: the layout has none.
         kv_form: how such a scale looks in the file.
         kv_heads: how scales of heads, [heads], look in the file; None: the layout has none.
-        json: file name -> content, made from what there is to tell; "config.json" holds what is to become of the
-            model's `quantization_config`.
     """
 
     name: str
     schemes: Mapping[Scheme, SchemeEntry]
-    kv_scales: Mapping[str, str]
-    json: Callable[["Layout", Linears], dict[str, Any]]
-    kv_form: Form = SAME
-    kv_heads: Form | None = None
     lacks: Mapping[Scheme, str] = field(default_factory=dict)
     also_reads: Sequence[tuple[Scheme, SchemeEntry]] = ()
     experts: Literal["each", "all"] = "each"
     fuses: bool = True
     rotates: bool = False
     models: frozenset[str] = frozenset()
+    kv_scales: Mapping[str, str] = field(default_factory=dict)
+    kv_form: Form = SAME
+    kv_heads: Form | None = None
+
+    def json(self, linears: Linears) -> dict[str, Any]:
+        """File name -> content of what engines are told; "config.json" holds the model's `quantization_config`.
+
+        Raises ValueError for what engines would take for something else.
+        """
+        return {"config.json": {"quant_method": self.name}}
+
+    def describes(self, said: Mapping[str, Any] | None) -> bool:
+        """Whether a `quantization_config` is of this layout; None where only files beside config.json say something."""
+        return said is not None and said.get("quant_method") == self.name
+
+    def claims(self, directory: Directory, said: Mapping[str, Any]) -> "Claims":
+        """What a directory that the layout describes says of its linears; `said`: its `quantization_config`, or {}.
+
+        Raises ValueError for a description that the library does not read.
+        """
+        return Claims(layout=self)
 
     @property
     def readable(self) -> list[tuple[Scheme, SchemeEntry]]:
@@ -293,18 +230,36 @@ class Layout:
         return found
 
 
-LAYOUTS: dict[str, Layout] = {}
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """What the JSON of one directory says of its linears.
+
+    The scheme of a linear is read off its tensors (reading/schemes.py). JSON can say what they do not show: integers
+    where floats are expected, inputs in another format. So both have to agree, for each linear.
+
+    Attributes:
+        layout: whose names the tensors have.
+        kinds: the recipe of each kind, as far as the JSON tells it.
+        kv_cache: why the KV cache is not quantized as FP8; None where it is, or where nothing is said.
+    """
+
+    layout: Layout
+    kinds: Mapping[str, Recipe] = field(default_factory=lambda: KINDS)
+    kv_cache: str | None = None
+
+    def problem(self, module: str, scheme: Scheme) -> str | None:
+        """How the scheme found for a module contradicts what is said of it, in words; None where it does not."""
+        return None
+
+    def said_of(self, module: str) -> str:
+        """What is said of a module's weights, in few words; "" where nothing is."""
+        return ""
 
 
-def register_layout(layout: Layout) -> None:
-    """Make a layout known. Raises ValueError for a name that is taken."""
-    if layout.name in LAYOUTS:
-        raise ValueError(f"the layout {layout.name!r} is registered already")
-    LAYOUTS[layout.name] = layout
-
-
-def layout_named(name: str) -> Layout:
-    """A layout by its name. Raises ValueError for an unknown one."""
-    if name not in LAYOUTS:
-        raise ValueError(f"layout={name!r} is not one of {', '.join(map(repr, LAYOUTS))}")
-    return LAYOUTS[name]
+def differing(said: Mapping[str, Any], expected: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """What is said otherwise than expected, of the keys that both have; None counts as not said."""
+    return [
+        f"{key} {short(said[key])}, expected {short(expected[key])}"
+        for key in keys
+        if said.get(key) is not None and expected.get(key) is not None and said[key] != expected[key]
+    ]

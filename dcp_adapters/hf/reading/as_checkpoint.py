@@ -6,14 +6,13 @@
     scales of inputs and of the KV cache      ->  fp32 [] under their calibrated names
     everything else                           ->  as it is
 
-A `Slice` says which slice of which tensor a chunk's rows are, and how they are read. Tensor-wide scales are checked
-here, before anything is loaded: those of experts must agree, and one stored as a reciprocal must have a reciprocal.
+Where the values of each come from is in placed.py. Tensor-wide scales are checked here, before anything is loaded:
+those of experts must agree, and one stored as a reciprocal must have a reciprocal.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +21,12 @@ from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.manifest import Manifest
 from dcp_adapters.hf.files.directory import Directory, FileTensor
 from dcp_adapters.hf.files.names import Piece, pieces_of, turned_experts, turned_pieces
-from dcp_adapters.hf.layouts.layout import HEADS, INPUT_SCALE, ONE_OVER, SHAPE, StoredAs, kind_of
+from dcp_adapters.hf.layouts.layout import INPUT_SCALE, SHAPE, kind_of
 from dcp_adapters.hf.layouts.recorded import appearance, recorded_recipes
 from dcp_adapters.hf.reading.delayed import history_of
-from dcp_adapters.hf.reading.schemes import DTYPES, Contents, FileLinear
+from dcp_adapters.hf.reading.placed import Chunk, Placed, Slice, as_is, source_of_part
+from dcp_adapters.hf.reading.schemes import DTYPES, Contents, FileLinear, is_one
 from dcp_adapters.plain.words import few_of, in_lines
-from fsdp_hooks.kernels import byte_sums
 from qtensor.formats.float8_delayed import Float8DelayedScaling
 from qtensor.spec.format import PartSpec
 from qtensor.spec.recipes import Recipe
@@ -45,79 +44,6 @@ TURNED = (
     "import_hf(path)[name].dequantize().transpose(1, 2)"
 )
 Look = Callable[[FileTensor], Tensor]  # reads a small tensor
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Where a chunk's values come from.
-
-    read: what the file holds -> the part, in its dtype. per_row: slices of the chunk are slices of the tensor, which
-    lacks the chunk's first `lead` dims and perhaps its last; otherwise the whole tensor gives the whole chunk. columns,
-    rows: how many columns, or rows, of the chunk one of the tensor's stands for. turned: the chunk's last two dims are
-    the tensor's in the other order.
-    """
-
-    tensor: FileTensor
-    read: Callable[[Tensor], Tensor]
-    per_row: bool = True
-    lead: int = 0
-    columns: int = 1
-    rows: int = 1
-    turned: bool = False
-
-    def take(self, piece: Any, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of the chunk, read from safetensors' `piece` of the tensor."""
-        box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        if self.turned:
-            return self.read(piece[box[-1], box[-2]]).transpose(0, 1).reshape(tuple(sizes))
-        if self.per_row:
-            held = box[self.lead :][: len(self.tensor.shape)]
-            if self.rows > 1:
-                return self._spread(piece, held).reshape(tuple(sizes))
-            if self.columns > 1:
-                return self._split(piece, held).reshape(tuple(sizes))
-            return self.read(piece[held or ...]).reshape(tuple(sizes))
-        return self.read(piece[...])[box or ...]
-
-    def _split(self, piece: Any, held: Sequence[slice]) -> Tensor:
-        """The columns of a slice of the chunk, which may begin and end inside of one column of the tensor."""
-        first, last = held[-1].start // self.columns, -(-held[-1].stop // self.columns)
-        part = self.read(piece[(*held[:-1], slice(first, last))])
-        return part[..., held[-1].start - first * self.columns : held[-1].stop - first * self.columns]
-
-    def _spread(self, piece: Any, held: Sequence[slice]) -> Tensor:
-        """The rows of a slice of the chunk, which may begin and end inside of what one row of the tensor stands for."""
-        first, last = held[0].start // self.rows, -(-held[0].stop // self.rows)
-        spread = self.read(piece[(slice(first, last), *held[1:])]).repeat_interleave(self.rows, dim=0)
-        return spread[held[0].start - first * self.rows : held[0].stop - first * self.rows]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One box of an entry, and where it comes from."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    held: Slice
-
-
-@dataclass(frozen=True)
-class Placed:
-    """What is stored under one key: a part of a quantized tensor, or a dense one, and where its chunks are."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-
-    @staticmethod
-    def whole(dtype: torch.dtype, shape: Sequence[int], held: Slice) -> "Placed":
-        """One chunk."""
-        return Placed(dtype, tuple(shape), (Chunk((0,) * len(shape), tuple(shape), held),))
-
-    def piece(self, chunk: Chunk, held: Callable[[FileTensor], Any]) -> byte_sums.TensorPiece:
-        """One of its chunks; `held` gives safetensors' piece of a tensor, or the tensor itself."""
-        whole = chunk.held.take(held(chunk.held.tensor), (0,) * len(chunk.sizes), chunk.sizes)
-        return byte_sums.TensorPiece(whole, self.shape, chunk.offsets)
 
 
 @dataclass
@@ -203,10 +129,10 @@ class _Presentation:
             if dtype is None:
                 self.problems.append(f"{name}: {tensor}, which torch can not hold")
             else:
-                self._add(name, Placed.whole(dtype, tensor.shape, Slice(tensor, _as_is)))
+                self._add(name, Placed.whole(dtype, tensor.shape, Slice(tensor, as_is)))
         for name, (stored, tensor) in self.scales.items():
-            heads = stored.form is HEADS
-            source = _source(tensor, stored, VALUES if heads else VALUE)
+            heads = not is_one(tensor)
+            source = source_of_part(tensor, stored, VALUES if heads else VALUE)
             self._add(name, Placed.whole(torch.float32, tensor.shape[:1] if heads else (), source))
             self.out.scales.add(name)
         if self.problems:
@@ -258,7 +184,7 @@ class _Presentation:
             at, sizes = (piece.rows[0], 0), (rows, columns)
             if piece.turned:
                 at, sizes = at[::-1], sizes[::-1]
-            held = Slice(tensor, _as_is, lead=1, turned=piece.turned)
+            held = Slice(tensor, as_is, lead=1, turned=piece.turned)
             chunks.append(Chunk((piece.expert or 0, *at), (1, *sizes), held))
         self._add(name, Placed(DTYPES[dtypes[0]], shape, tuple(chunks)))
 
@@ -319,29 +245,29 @@ class _Presentation:
         if spec.length is not None:
             assert isinstance(entry.recipe, Float8DelayedScaling)
             stored, tensor = linears[0][1].parts["scale"]
-            scale, history = _source(tensor, stored, VALUE), functools.partial(history_of, recipe=entry.recipe)
+            scale, history = source_of_part(tensor, stored, VALUE), functools.partial(history_of, recipe=entry.recipe)
             source = Slice(tensor, lambda held: history(scale.read(held)), per_row=False)
             return Placed.whole(spec.dtype, spec.shape(entry.shape), source)
         if not spec.per_row:
             self._check_wide(name, spec, linears)
             stored, tensor = linears[0][1].parts[spec.name]
-            return Placed.whole(spec.dtype, (), _source(tensor, stored, spec))
+            return Placed.whole(spec.dtype, (), source_of_part(tensor, stored, spec))
         chunks = []
         for piece, linear in linears:
             lead = () if piece.expert is None else (piece.expert,)
             start = (*lead, *(0 for _ in linear.shape[:-2]), piece.rows[0], 0)
             box = spec.box(start, (*(1 for _ in lead), *linear.shape))
             stored, tensor = linear.parts[spec.name]
-            chunks.append(Chunk(*box, _source(tensor, stored, spec, lead=len(lead))))
+            chunks.append(Chunk(*box, source_of_part(tensor, stored, spec, lead=len(lead))))
         return Placed(spec.dtype, spec.shape(entry.shape), tuple(chunks))
 
     def _check_wide(self, name: str, spec: PartSpec, linears: Sequence[tuple[Piece, FileLinear]]) -> None:
         """Check that a tensor-wide scale stored as a reciprocal has one, and that all linears have the same scale."""
         held = [linear.parts[spec.name] for _, linear in linears]
-        if len(linears) == 1 and held[0][0].form is not ONE_OVER:
+        if len(linears) == 1 and not held[0][0].form.inverts:
             return
-        values = {tensor.name: _source(tensor, stored, spec).read(self.look(tensor)) for stored, tensor in held}
-        unusable = [one for (stored, _), one in zip(held, values, strict=True) if stored.form is ONE_OVER]
+        values = {tensor.name: source_of_part(tensor, stored, spec).read(self.look(tensor)) for stored, tensor in held}
+        unusable = [one for (stored, _), one in zip(held, values, strict=True) if stored.form.inverts]
         unusable = [one for one in unusable if not 0 <= values[one].item() < torch.inf]
         if unusable:
             self.problems.append(f"{unusable[0]}: its reciprocal, {values[unusable[0]].item()}, is no scale")
@@ -355,28 +281,8 @@ class _Presentation:
             return
         held = [linear.parts.get(INPUT_SCALE) for _, linear in linears]
         found = [(stored, tensor) for stored, tensor in filter(None, held)]
-        values = {_source(tensor, stored, VALUE).read(self.look(tensor)).item() for stored, tensor in found}
+        values = {source_of_part(tensor, stored, VALUE).read(self.look(tensor)).item() for stored, tensor in found}
         if len(found) == len(linears) and len(values) == 1:
             for _, linear in linears:
                 self.scales.pop(f"{linear.module}.{INPUT_SCALE}")
             self.scales[f"{name}.{INPUT_SCALE}"] = found[0]
-
-
-def _as_is(held: Tensor) -> Tensor:
-    return held
-
-
-def _source(tensor: FileTensor, stored: StoredAs, spec: PartSpec, *, lead: int = 0) -> Slice:
-    """How a part is read from the tensor that holds it."""
-    return Slice(tensor, _read_part(stored, spec), spec.per_row, lead, stored.form.columns, stored.form.rows)
-
-
-@functools.cache
-def _read_part(stored: StoredAs, spec: PartSpec) -> Callable[[Tensor], Tensor]:
-    """The function that makes a part of what the file holds."""
-
-    def read(held: Tensor) -> Tensor:
-        part = stored.form.read(held.float() if spec.dtype == torch.float32 else held)
-        return part if spec.per_row else part.reshape(())
-
-    return read

@@ -16,11 +16,10 @@ from torch import nn
 
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.hf.files.names import pieces_of
-from dcp_adapters.hf.reading.schemes import code_names
+from dcp_adapters.hf.reading.schemes import code_names, weight_of
 from qtensor.spec.selection import matches, unmatched
 
 UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
-WHOLE = ("_blocks", "_scales")  # ends of the tensors of a weight of all experts that is stored whole
 
 
 def unexpected_patterns(model: nn.Module) -> tuple[re.Pattern[str], ...]:
@@ -62,16 +61,12 @@ class PassedOver:
 
 def _called(name: str) -> tuple[str, ...]:
     """The names that a tensor of a file goes by: its own, and that of the quantized weight of which it is a part."""
-    for end in WHOLE:
-        if name.endswith(end):
-            return name, name.removesuffix(end)
-    module, _, own = name.rpartition(".")
-    return (name, f"{module}.weight") if own in code_names() else (name,)
+    return tuple(dict.fromkeys((name, weight_of(name))))
 
 
 def _is_wanted(name: str, wanted: Mapping[str, Entry], modules: Collection[str]) -> bool:
     """Whether the model has the tensor, or the weight of which it is a part."""
-    if name in wanted or any(name.removesuffix(end) in wanted for end in WHOLE):
+    if name in wanted or weight_of(name) in wanted:
         return True
     module, _, own = name.rpartition(".")
     return module in modules and own in code_names()

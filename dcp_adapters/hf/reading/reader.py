@@ -36,9 +36,10 @@ from dcp_adapters.hf.files.names import pieces_of
 from dcp_adapters.hf.layouts.rotations import said_tensor
 from dcp_adapters.hf.models.architectures import Architecture
 from dcp_adapters.hf.models.wanted_names import wanted_names
-from dcp_adapters.hf.reading.as_checkpoint import Placed, Presented, Slice, presented, renamed
+from dcp_adapters.hf.reading.as_checkpoint import Presented, presented, renamed
 from dcp_adapters.hf.reading.passed_over import PassedOver
-from dcp_adapters.hf.reading.schemes import contents_of, weight_names
+from dcp_adapters.hf.reading.placed import Placed, Slice
+from dcp_adapters.hf.reading.schemes import contents_of, weight_of
 from dcp_adapters.plain.progress_bar import progress_bar
 from dcp_adapters.stored.reading.reader import tell_failures
 from fsdp_hooks.torch_private import cpu_by_default
@@ -128,7 +129,7 @@ class HuggingFaceReader(StorageReader):
         if self.made is None:
             directory = read_directory(self.path, any_name=self.only_wanted)
             self.ignored = self.passed_over.asked(directory.tensors)
-            weights = weight_names(directory.tensors.keys() - set(self.ignored))
+            weights = {*map(weight_of, directory.tensors.keys() - set(self.ignored))}
             names = wanted_names(weights, self.wanted, self.architecture, directory.config, self.may_lack)
             wanted = {names.file_name(name): want for name, want in self.wanted.items()}
             kept = self._without_passed_over(directory.tensors, wanted)

@@ -16,19 +16,9 @@ import torch
 
 from dcp_adapters.hf.files.config_sections import said_of_quantization
 from dcp_adapters.hf.files.directory import Directory, FileTensor
-from dcp_adapters.hf.layouts.claims import Claims, claims_of
-from dcp_adapters.hf.layouts.layout import (
-    HEADS,
-    INPUT_SCALE,
-    KINDS,
-    LAYOUTS,
-    SAME,
-    SHAPE,
-    Layout,
-    Scheme,
-    SchemeEntry,
-    StoredAs,
-)
+from dcp_adapters.hf.layouts.forms import Form
+from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KINDS, SHAPE, Claims, Layout, Scheme, SchemeEntry, StoredAs
+from dcp_adapters.hf.layouts.registry import LAYOUTS, claims_of, layout_named
 from dcp_adapters.hf.layouts.rotations import said_markers
 from dcp_adapters.plain.words import in_lines
 from qtensor.spec.format import PartSpec
@@ -44,10 +34,7 @@ VALUES = {"F64", "F32", "F16", "BF16"}
 COUNTS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 # Files may hold an fp32 scale in fewer bits; engines read it as fp32, and so do we, which is exact.
 FP32 = {"F32", "F16", "BF16"}
-STORED_AS = {
-    torch.float32: FP32, torch.bfloat16: {"BF16"}, torch.float8_e4m3fn: {"F8_E4M3"},
-    torch.uint8: {"U8"}, torch.int32: {"I32"},
-}  # fmt: skip
+STORED_AS = {dtype: {name} for name, dtype in DTYPES.items()} | {torch.float32: FP32}
 # Names by which other schemes are known.
 FOREIGN = {
     "zero points": ("weight_zero_point", "input_zero_point", "qzeros"),
@@ -97,10 +84,14 @@ class Contents:
     kinds: Mapping[str, Recipe] = field(default_factory=lambda: KINDS)
 
 
-@functools.cache
 def code_names() -> frozenset[str]:
     """The own names of all tensors that may be parts of a quantized weight, in whatever layout."""
-    return frozenset(_names(LAYOUTS.values()) | FOREIGN_NAMES)
+    return _code_names(*LAYOUTS)
+
+
+@functools.cache
+def _code_names(*layouts: str) -> frozenset[str]:
+    return frozenset(_names(map(layout_named, layouts)) | FOREIGN_NAMES)
 
 
 def is_quantized(directory: Directory) -> bool:
@@ -125,8 +116,7 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
     refused: dict[str, str] = {}
     taken: set[str] = set()
     for module, own in _modules(directory.tensors, claims).items():
-        for name, tensor in _kv_scales(module, own, claims):
-            form = SAME if _is_one(tensor) else HEADS
+        for name, tensor, form in _kv_scales(module, own, claims):
             scales[name] = (StoredAs(name.rpartition(".")[2], tensor.name.rpartition(".")[2], form), tensor)
             if claims is not None and claims.kv_cache:
                 refused[tensor.name] = claims.kv_cache
@@ -152,19 +142,14 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
     return Contents(linears, scales, dense, claims.layout.name, claims.kinds)
 
 
-def weight_names(tensors: Iterable[str]) -> set[str]:
-    """The names of the weights, quantized ones too, and of all other tensors but scales; from names alone."""
-    names = _names(LAYOUTS.values()) | FOREIGN_NAMES
-    ends = tuple(sorted(name for name in names if name.startswith("_")))
-    found = set()
-    for name in tensors:
-        module, _, own = name.rpartition(".")
-        end = next((end for end in ends if own.endswith(end)), "")
-        if end:
-            found.add(name.removesuffix(end))
-        else:
-            found.add(f"{module}.weight".lstrip(".") if own in names else name)
-    return found
+def weight_of(name: str) -> str:
+    """The weight, by the name alone, of which a tensor is a part in some layout; any other tensor's own name."""
+    names = code_names()
+    module, _, own = name.rpartition(".")
+    if own in names:
+        return f"{module}.weight".lstrip(".")
+    ends = (end for end in names if end.startswith("_") and own.endswith(end))
+    return name.removesuffix(max(ends, key=len, default=""))
 
 
 def _shapes(linears: Mapping[str, FileLinear], dense: Mapping[str, FileTensor]) -> dict[str, tuple[int, ...]]:
@@ -186,23 +171,24 @@ def _modules(tensors: Mapping[str, FileTensor], claims: Claims | None) -> dict[s
     return modules
 
 
-def _kv_scales(module: str, own: Mapping[str, FileTensor], claims: Claims | None) -> Iterator[tuple[str, FileTensor]]:
-    """(calibrated name, tensor) of the scales of the KV cache that stand in a module."""
+def _kv_scales(
+    module: str, own: Mapping[str, FileTensor], claims: Claims | None
+) -> Iterator[tuple[str, FileTensor, Form]]:
+    """(calibrated name, tensor, how it is read) of the scales of the KV cache that stand in a module."""
     for calibrated, stored in (claims.layout.kv_scales if claims is not None else {}).items():
         inside, _, name = stored.rpartition(".")
         tensor = own.get(name)
         attention, _, last = module.rpartition(".") if inside else (module, "", "")
-        heads = claims is not None and claims.layout.kv_heads is not None
-        if tensor is not None and last == inside and (_is_one(tensor) or (heads and _is_of_heads(tensor))):
-            yield f"{attention}.{calibrated}".lstrip("."), tensor
+        if claims is None or tensor is None or last != inside or tensor.dtype not in FP32:
+            continue
+        form = claims.layout.kv_form if is_one(tensor) else claims.layout.kv_heads
+        if form is not None and (is_one(tensor) or form.shape(tensor.shape[:1]) == tensor.shape):
+            yield f"{attention}.{calibrated}".lstrip("."), tensor, form
 
 
-def _is_one(tensor: FileTensor) -> bool:
-    return tensor.dtype in FP32 and tensor.shape in {(), (1,)}
-
-
-def _is_of_heads(tensor: FileTensor) -> bool:
-    return tensor.dtype in FP32 and len(tensor.shape) == 3 and tensor.shape[1:] == (1, 1)
+def is_one(tensor: FileTensor) -> bool:
+    """Whether a tensor of a file is a single value."""
+    return tensor.shape in {(), (1,)}
 
 
 def _codes(
@@ -278,7 +264,7 @@ def _is_part(tensor: FileTensor, stored: StoredAs, spec: PartSpec, shape: Sequen
     if tensor.dtype not in STORED_AS[stored.form.dtype or spec.dtype] | stored.also:
         return False
     if not spec.per_row:
-        return _is_one(tensor)
+        return tensor.dtype in FP32 and is_one(tensor)
     return tensor.shape == stored.form.shape(spec.shape(shape))
 
 

@@ -24,7 +24,7 @@ from dcp_adapters.cli.main import main
 from dcp_adapters.gguf import export
 from dcp_adapters.gguf.architectures import ARCHITECTURES, name_in_file
 from dcp_adapters.gguf.plan import GGUF
-from dcp_adapters.hf.layouts.layout import LAYOUTS
+from dcp_adapters.hf.layouts.registry import LAYOUTS
 from qtensor import (
     Float8CurrentScaling,
     Int4GroupScaling,

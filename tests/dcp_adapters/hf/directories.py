@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KINDS, SHAPE, Linears, Scheme, layout_named
+from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KINDS, SHAPE, Linears, Scheme
+from dcp_adapters.hf.layouts.registry import layout_named
 from qtensor import quantize, quantize_
 from tests.dcp_adapters.cases import values
 
@@ -73,7 +74,7 @@ def stored_as(layout: str, schemes: Mapping[str, Scheme], weights: Mapping[str, 
         for stored in its.entry(scheme, module).stored:
             tensors[stored.of(module)] = stored.form.write(parts[stored.part])
     linears = Linears(schemes, ["lm_head"], kv_cache=None, producer={"name": "test", "version": "0"})
-    return tensors, its.json(its, linears)
+    return tensors, its.json(linears)
 
 
 def quantized_directory(

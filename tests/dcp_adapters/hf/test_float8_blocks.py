@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from dcp_adapters import export_hf, import_hf
 from dcp_adapters.cli.main import main
 from dcp_adapters.hf.files.directory import FileTensor
-from dcp_adapters.hf.reading.as_checkpoint import Slice
+from dcp_adapters.hf.reading.placed import Slice
 from dcp_adapters.hf.reading.reader import OpenFiles
 from dcp_adapters.hf.reading.stored_directory import StoredDirectory
 from fsdp_hooks import sync_scales

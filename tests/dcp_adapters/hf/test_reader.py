@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -12,15 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dcp_adapters import import_hf, read_manifest
+from dcp_adapters import export_hf, import_hf, read_manifest
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.hf.files.directory import FileTensor
-from dcp_adapters.hf.layouts.layout import BLOCKS, KINDS, LAYOUTS, WORDS, Form, Scheme
-from dcp_adapters.hf.reading.as_checkpoint import Slice
+from dcp_adapters.hf.layouts.compressed_tensors import COMPRESSED_TENSORS
+from dcp_adapters.hf.layouts.forms import BLOCKS, ONE_OVER, WORDS, Form
+from dcp_adapters.hf.layouts.layout import KINDS, Scheme
+from dcp_adapters.hf.layouts.registry import LAYOUTS
 from dcp_adapters.hf.reading.delayed import history_of
+from dcp_adapters.hf.reading.placed import Slice
 from dcp_adapters.hf.reading.reader import HuggingFaceReader
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from qtensor.tensor import contents
@@ -228,6 +232,19 @@ def test_any_columns_are_cut_out_of_words_and_blocks(form: Form, shape: tuple[in
         for last in range(first + 1, 33):
             source = Slice(FileTensor("a", "f", "I32", shape), form.read, columns=form.columns)
             assert torch.equal(source.take(stored, (1, first), (2, last - first)), part[1:, first:last])
+
+
+def test_scales_of_the_cache_have_the_forms_of_their_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = Form(shape=tuple, write=lambda part: 2 * part, read=lambda stored: stored / 2)
+    mine = dataclasses.replace(COMPRESSED_TENSORS, name="mine", kv_form=ONE_OVER, kv_heads=flat)
+    monkeypatch.setitem(LAYOUTS, "mine", mine)
+    weights = {"l.self_attn.q_proj.weight": quantize(values((64, 64), 1), MXFP8BlockScaling())}
+    for path, scale, held in (("one", torch.tensor(0.25), [4.0]), ("heads", torch.tensor([1.0, 3.0]), [2.0, 6.0])):
+        state = {**weights, "l.self_attn.k_scale": scale, "l.self_attn.v_scale": scale}
+        export_hf(state, tmp_path / path, layout="mine", config={"model_type": "tiny"}, progress=False)
+        assert load_file(tmp_path / path / "model.safetensors")["l.self_attn.k_scale"].tolist() == held
+        found = import_hf(tmp_path / path, progress=False)
+        assert torch.equal(found["l.self_attn.k_scale"], scale)
 
 
 def test_words_are_the_bytes_of_little_endian_machines_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from dcp_adapters import export_hf, import_hf
-from dcp_adapters.hf.layouts.layout import LAYOUTS
+from dcp_adapters.hf.layouts.registry import LAYOUTS
 from qtensor import (
     Float8BlockScaling,
     Float8CurrentScaling,

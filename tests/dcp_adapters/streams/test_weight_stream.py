@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from benchmarks.sync_rank import BytesAlive
 from dcp_adapters import WeightStream, export_hf
-from dcp_adapters.hf.layouts.layout import LAYOUTS
+from dcp_adapters.hf.layouts.registry import LAYOUTS
 from fsdp_hooks import sync_scales, unsharded
 from fsdp_hooks.torch_private import local_of
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize, quantize_

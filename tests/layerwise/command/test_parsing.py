@@ -21,6 +21,7 @@ from layerwise.command.parsing import config_of, parse
 from layerwise.command.yaml_text import ConfigError
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from qtensor.spec.recipes import Recipe
+from tests.layerwise.algorithm_table import TABLE
 
 
 def values(**changed: Any) -> dict[str, Any]:
@@ -110,12 +111,9 @@ def test_recipes_by_short_name_and_by_type(name: str) -> None:
 
 
 def test_every_public_algorithm_and_its_options_are_known() -> None:
-    public = {
-        name
-        for name in layerwise.__all__
-        if name in ("AWQ", "GPTAQ", "GPTQ", "LocalHessian", "Max", "Mse", "Qronos", "SmoothQuant")
-    }
-    assert public <= {*ALGORITHMS}
+    exported = {name: getattr(layerwise, name) for name in layerwise.__all__}
+    public = {name for name, kind in exported.items() if isinstance(kind, type) and issubclass(kind, Algorithm)}
+    assert {*ALGORITHMS} == {*TABLE} == public - {"Algorithm"}
     for name, kind in ALGORITHMS.items():
         given = {field.name: getattr(kind(), field.name) for field in dataclasses.fields(kind)}
         given = {key: type(value).__name__ if isinstance(value, Algorithm) else value for key, value in given.items()}

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise import AWQ, GPTAQ, GPTQ, LocalHessian, Max, Mse, Qronos
+from layerwise import GPTQ, LocalHessian, Max, Mse
 from layerwise.algorithms.algorithm import Linear
 from layerwise.stages.sharing import naming, rounds_of, shared
 from layerwise.stages.stage import Method
 from qtensor import NVFP4BlockScaling
+from tests.layerwise.algorithm_table import ALGORITHMS, TABLE
 
 COSTS = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
 
@@ -57,12 +58,11 @@ def test_every_group_has_one_owner_and_none_has_far_more_than_its_share(costs: l
     assert shares == shared(list(map(float, costs)), ranks)
 
 
-@pytest.mark.parametrize(
-    "algorithm", [Max(), Mse(), LocalHessian(), AWQ(), GPTQ(), GPTAQ(), Qronos()], ids=lambda one: type(one).__name__
-)
+@pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("groups", [LAYER, EXPERTS], ids=["a decoder layer", "experts"])
-def test_rounds_hold_no_more_than_the_largest_group(groups: list[Any], ranks: int, algorithm: Any) -> None:
+def test_rounds_hold_no_more_than_the_largest_group(groups: list[Any], ranks: int, name: str) -> None:
+    algorithm = ALGORITHMS[name]
     rounds = rounds_of(method(algorithm, ranks), groups)
     assert all(len(turn) == ranks for turn in rounds)
     assert sorted(index for turn in rounds for indices in turn for index in indices) == [*range(len(groups))]
@@ -71,8 +71,7 @@ def test_rounds_hold_no_more_than_the_largest_group(groups: list[Any], ranks: in
     def nbytes(index: int) -> int:
         own = groups[index][1]
         columns = own[0].weight.shape[1]
-        matrices = {AWQ: 1, GPTQ: 1, GPTAQ: 2, Qronos: 2}.get(type(algorithm), 0)
-        return sum(4 * one.weight.numel() for one in own) + matrices * 8 * columns**2
+        return sum(4 * one.weight.numel() for one in own) + TABLE[name].matrices * 8 * columns**2
 
     largest = max(nbytes(index) for index in range(len(groups)))
     for turn in rounds:
