@@ -53,7 +53,7 @@ class Conversion:
             another recipe, which stay what they are.
         inputs: part -> the piece of it that has been read so far; filled in from `buffer`.
         outstanding: read items that have not arrived.
-        name: its name in the state dict.
+        name: its name in the state dict. device: the target's.
         waits: it is written only when something has been agreed on: with other ranks, or with its partners.
     """
 
@@ -70,10 +70,12 @@ class Conversion:
     outstanding: int = 0
     name: str = dataclasses.field(init=False)
     waits: bool = dataclasses.field(init=False)
+    device: torch.device = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         """What follows from the others."""
-        self.name, self.waits = self.source.name, bool(self.groups) or self.partners is not None
+        self.name, self.device = self.source.name, self.target.device
+        self.waits = bool(self.groups) or self.partners is not None
 
     @staticmethod
     def of(leaf: Leaf, source: Entry) -> "Conversion | None":
@@ -130,7 +132,7 @@ class Conversion:
         part = key[len(self.name) + 1 :]
         if part not in self.inputs:
             dtype, (_, sizes) = self.pieces[key]
-            self.inputs[part] = torch.empty(sizes, dtype=dtype, device=self.target.device)
+            self.inputs[part] = torch.empty(sizes, dtype=dtype, device=self.device)
         return self.inputs[part]
 
     def claim(self) -> Tensor:

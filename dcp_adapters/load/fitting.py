@@ -1,4 +1,4 @@
-"""Is what is stored right for this target? Asked here and nowhere else, in this order, before the first byte is read.
+"""Is what is stored right for this target? Asked here, once and in this order, before the first byte is read.
 
     1  leaves       can each be loaded as it is placed, or is it a slice that is a copy?            compare.py
     2  tensors      has the checkpoint one under each name, of the same recipe or one that can be
@@ -11,8 +11,10 @@
     6  checksums    are there if they are to be compared, or a delta is to be rebuilt
     7  chunks       do those that are read make up what is written?                                 coverage.py
 
-Two things this cannot know. What all ranks have between them the coordinator asks (together.py, all_conversions.py).
-What the files hold is asked when the reader opens them, before the first tensor is read (stored/reading/places.py).
+Three things are not known here. What all ranks have between them, the coordinator asks (together.py, and
+all_conversions.py). What the files hold is asked when the reader opens them, before the first tensor is read
+(stored/reading/places.py). And where a storage keeps the manifest only as an entry, that is read first, and its recipes
+are compared when it arrives (planner.py).
 """
 
 import datetime as dt

@@ -3,12 +3,13 @@
     set_up_planner       every rank         flatten as DCP does; quantized leaves become local parts and their items
     create_local_plan    every rank         stock write items for the rest; beside all items, one byte an item for the
                                             recipe and the values of the tensor-wide scales
-    create_global_plan   the coordinator    recipes and scales must agree over all ranks; the manifest and the checksum
-                                            table become two more entries; what is not needed any more is removed
-    finish_plan          every rank         stock; or the plan of an earlier save, see plan_cache.py
-    resolve_data         every rank         stock, digested on the way out; the checksum table when it is asked for
+    create_global_plan   the coordinator    recipes and scales must agree over all ranks; the manifest becomes one more
+                                            entry
+    finish_plan          every rank         stock
+    resolve_data         every rank         stock
 
-All checks run before the first byte is written, and an error raised on one rank reaches all of them through DCP's plan
+What an option adds to a stage is in the step of the option (steps.py); the planner runs through those that are on. All
+checks run before the first byte is written, and an error raised on one rank reaches all of them through DCP's plan
 exchange. A chunk that a writer lost fails the save, too: see torch_private.Committed.
 """
 
@@ -220,7 +221,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         """
         if threading.get_ident() != self.built_by and torch.serialization.get_crc32_options() != self.crc32:
             torch.serialization.set_crc32_options(self.crc32)
-        current, steps = self.current, self._at("resolve")
+        steps = self._at("resolve")  # before `current`, which another save changes first
+        current = self.current
         self._refuse_overlap(write_item, ours=id(write_item) in current)
         source: Source = partial(self._stock_data, current)
         for step in reversed(steps):

@@ -32,8 +32,8 @@ Source = Callable[[WriteItem], Data]  # the data of an item
 class Saving:
     """One save, as the steps of a rank see it.
 
-    checkpoint_id: where it goes. flat: the flattened state dict. unlisted: items that another
-    rank lists for all, see coordinator.py.
+    checkpoint_id: where it goes. flat: the flattened state dict. unlisted: items that another rank lists for all, see
+    coordinator.py.
     """
 
     checkpoint_id: str | os.PathLike[str] | None
@@ -81,7 +81,7 @@ class SaveStep:
     stages: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls) -> None:
-        cls.stages = frozenset(vars(cls))
+        cls.stages |= frozenset(vars(cls))
 
     def local_plan(self, plan: SavePlan, data: Source) -> SavePlan:
         """The plan to send; `data` gives the data of an item, as stock DCP has it."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from dcp_adapters.plain.durable import sync, sync_name
 from dcp_adapters.stored.reading.metadata_checks import METADATA
 
+LOG = logging.getLogger(__name__)
+
 Needs = Callable[[Path], Iterable[Path]]  # save -> the saves that it cannot do without, by their resolved paths
 
 
@@ -88,3 +90,4 @@ def _remove(saves: Iterable[Path], staying: Iterable[Path]) -> None:
         (path / METADATA).unlink()
         sync(path)
         shutil.rmtree(path)
+        LOG.info("%s is removed", path)

@@ -25,7 +25,7 @@ from torch import Tensor
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import kernels
 from qtensor.spec.blocks import scatter_blocks
-from qtensor.spec.format import PartSpec
+from qtensor.spec.format import Format, PartSpec
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import (
     block_multiple,
@@ -63,17 +63,20 @@ def claim(values: Tensor, b: Recipe, parts: Parts | None = None, a: Recipe | Non
 class _Facts(NamedTuple):
     """What is asked of the values of A more than once.
 
-    fineness: of formats that fit powers of two, see there. scales: see `_equal_scales`.
+    powers: B's numerics, if it fits powers of two. fineness: of the values then, see there. scales: see
+    `_equal_scales`.
     """
 
+    powers: Format | None
     fineness: tuple[Any, Any] | None
     scales: tuple[Tensor, Tensor] | None
 
     @staticmethod
     def of(values: Tensor, b: Recipe, parts: Parts | None, a: Recipe) -> "_Facts":
-        fineness = format_of(b).fineness(values, b) if _fits_powers(b) else None
+        powers = _fitting_powers(b)
+        fineness = None if powers is None else powers.fineness(values, b)
         scales = None if parts is None or not values.numel() else _equal_scales(parts, a, b, values.shape)
-        return _Facts(fineness, scales)
+        return _Facts(powers, fineness, scales)
 
 
 def _claim(values: Tensor, b: Recipe, parts: Parts | None, facts: _Facts | None) -> Tensor | None:
@@ -136,17 +139,19 @@ def _merge(holds: Tensor, first: Parts, second: Parts, b: Recipe) -> Parts:
 # -- powers of two -----------------------------------------------------------------------------------------------------
 
 
-def _fits_powers(b: Recipe) -> bool:
-    """Whether B's usual scales are no powers of two, but could be; not where a history decides them."""
-    return format_of(b).converts and not keeps_history(b) and not getattr(b, "power_of_two", False)
+def _fitting_powers(b: Recipe) -> Format | None:
+    """B's numerics if its usual scales are no powers of two, but could be; not where a history decides them."""
+    numerics = format_of(b)
+    fits = numerics.converts and not keeps_history(b) and not getattr(b, "power_of_two", False)
+    return numerics if fits else None
 
 
 def _fit(values: Tensor, b: Recipe, known: _Facts, shared: Tensor | None) -> Choice | None:
-    if known.fineness is None:
+    if known.powers is None or known.fineness is None:
         return None
     facts, own = known.fineness
     agreed = None if shared is None else own._replace(amax=shared[0], depth=shared[1], broken=shared[2])
-    quantizer, enc, holds = format_of(b).fitted(b, facts, agreed)
+    quantizer, enc, holds = known.powers.fitted(b, facts, agreed)
     return holds, lambda: _encode_with(values, b, quantizer, enc)
 
 

@@ -70,15 +70,20 @@ def fits(enc: Tensor, facts: Fineness, step: int) -> Tensor:
 
 def _facts(x: Tensor, block: int, mantissa: int) -> Fineness:
     """Of rows [n, K]: [n, blocks] each."""
-    whole, nan = finite(x), x.isnan()
+
+    def largest(each: Tensor) -> Tensor:
+        each = each.to(torch.float32)
+        return tile(each, block).amax(dim=-1) if block else each.amax(dim=-1, keepdim=True)
+
+    whole = finite(x)
+    amax, nan, number = largest(finite_magnitude(x)), largest(x.isnan()), largest(whole)
+    infinite = largest(~whole & ~x.isnan())
     bits = torch.where(whole, x, 0.0).view(torch.int32) & 0x7FFFFFFF
     exponent = (bits >> 23).clamp_(min=1)
     # value = digits * 2^(exponent - 150); below 2^23 the number is subnormal, and its bits are its digits
     digits = torch.where(bits < 1 << 23, bits, (bits & 0x7FFFFF) | 1 << 23)
     last = digits & -digits
-    long = (digits > 0) & (digits >= last << (mantissa + 1))
+    long = largest((digits > 0) & (digits >= last << (mantissa + 1)))
     low = (last.to(torch.float32).view(torch.int32) >> 23).add_(exponent).sub_(277)  # p
-    depth = torch.where(digits > 0, ORIGIN - low, 0.0)
-    facts = [finite_magnitude(x), depth, long | (~whole & ~nan), nan, whole]
-    each = torch.stack([fact.to(torch.float32) for fact in facts])
-    return Fineness(*(tile(each, block).amax(dim=-1) if block else each.amax(dim=-1, keepdim=True)))
+    depth = largest(torch.where(digits > 0, ORIGIN - low, 0.0))
+    return Fineness(amax, depth, torch.maximum(long, infinite), nan, number)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_adapters import QuantizedSavePlanner, SafeFileSystemReader, export_hf, write_delta
+from dcp_adapters import QuantizedSavePlanner, QuantizedStager, SafeFileSystemReader, export_hf, write_delta
 from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.save import plan_cache, save_log
 from qtensor import quantize
@@ -136,3 +136,12 @@ def test_a_process_that_asks_for_nothing_prints_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SILENT), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_snapshot_tells_how_much_it_copies(told: pytest.LogCaptureFixture) -> None:
+    stager = QuantizedStager()
+    stager.stage(state())
+    stager.close()
+    begins, ended = lines(told)
+    assert begins.startswith("QuantizedStager: copying 3 tensors: begins (")
+    assert ended.startswith("QuantizedStager: copying 3 tensors: ended after ")

@@ -12,6 +12,7 @@ real cost is touching memory for the first time, which the first `max_snapshots`
 """
 
 import copy
+import logging
 import threading
 import warnings
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.plain_memory import is_plain, why_no_bytes
 from dcp_adapters.save.staging.host_memory import PageLockError, SnapshotMemory
 from fsdp_hooks.all_gather import Sharding
@@ -32,6 +34,7 @@ from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.registry import describe
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
+LOG = logging.getLogger(__name__)
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of every element size
 
 
@@ -94,7 +97,8 @@ class QuantizedStager(AsyncStager):
         with self._turn, torch.no_grad():
             survey = Survey()
             rebuild = survey.walk("", state_dict)
-            return rebuild(self._copied(survey))  # type: ignore[no-any-return]
+            with log_work(LOG, "QuantizedStager: copying %d tensors", len(survey.parts), nbytes=survey.nbytes):
+                return rebuild(self._copied(survey))  # type: ignore[no-any-return]
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: `stage` returns when all is copied."""
