@@ -5,6 +5,7 @@ Each goes before those that it needs, and its `.metadata` before its data: where
 loads or is no checkpoint.
 """
 
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
