@@ -13,7 +13,7 @@ Folders; each imports only from those above it:
     statistics/   what reaches linears: watched, summed exactly, reduced over ranks
     inputs/       what layers are called with: recorded from the model, replayed batch by batch
     folding/      finds where column factors can go by probing, and folds them there
-    rotating/     rotates weights so that blocks hold them better, where that can be shown to be exact
+    rotating/     rotates weights so that blocks hold them better, if that can be shown to be exact
     report/       the error of each linear, measured and shown
     resume/       the identity of a run, and its state on disk
     running/      plans a run, checks that all ranks agree on it, and takes it through its stages

@@ -33,7 +33,7 @@ from layerwise.algorithms.smoothquant import SmoothQuant
 from layerwise.formats.assignment import Assignment
 from layerwise.running.agreement import check_agreed
 from layerwise.running.calibration import Calibration
-from layerwise.running.events import Event, observing
+from layerwise.running.events import Event, log_plan, observing
 from layerwise.running.kv_cache import KVCache
 from layerwise.running.plan import Options, make_plan
 from layerwise.running.result import CalibrationResult, result_of
@@ -96,13 +96,13 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
             calibration continues after them, on any number of ranks, to the same bytes.
         save_every: after how many layers to save.
         on_event: called with every `Event`, on every rank.
-        progress: show a bar on rank 0, where it has a terminal.
+        progress: show a bar on rank 0, if it has a terminal.
         layer_inputs: what layers are calibrated on: outputs of the "unquantized" or of the "quantized" layer before;
             None: as the algorithm says ("quantized" for GPTQ, and for GPTAQ and Qronos, which take nothing else).
         inputs_on: where inputs of layers wait: "device", "cpu" or "disk".
         device: where a model without FSDP computes; None: where its weights are.
         weights: safetensors of a model on the meta device: a file, or a directory.
-        process_group: the ranks; None: all of them, or this process alone where there is no process group.
+        process_group: the ranks; None: all of them, or this process alone if there is no process group.
 
     Returns:
         The result; see `CalibrationResult.state_dict` and `.report`.
@@ -125,6 +125,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
     """
     model = without_replication(model)
     group = process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+    # Only a callback or a user's own algorithm can write where no writes are expected; else no bytes are compared.
     watched = on_event is not None or not is_own(algorithm)
     # files may be missing on some ranks
     with calling("calibrate"), waited_for(group or ALONE, "calibrate", IN_GROUP), raise_together(group):
@@ -141,8 +142,12 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
             weights=weights,
         )
         plan = make_plan(model, options, layers=layers, include=include, exclude=exclude, group=group, watched=watched)
-    observed = observing(on_event, len(plan.stages), bar=progress and is_first(group))
+    first = is_first(group)
+    observed = observing(on_event, len(plan.stages), bar=progress and first, logs=first)
     with calling("calibrate"), observed as observer:
+        if first:
+            log_plan(plan)
+        # Reductions add by position, so ranks that differ in anything would mix statistics, silently.
         check_agreed(group, plan.told(checkpoint=checkpoint_dir is not None))
         run = Calibration(plan, observer)
         run.calibrate_stages(() if data is None else data, checkpoint_dir)
@@ -150,7 +155,7 @@ def calibrate(  # noqa: PLR0913 - the options of a run, keyword-only
 
 
 def is_own(algorithm: object) -> bool:
-    """Whether it, and each algorithm among its options, is one of this library."""
+    """Return whether it, and each algorithm among its options, is one of this library."""
     if not isinstance(algorithm, Algorithm):
         return False  # what is no algorithm is refused later
     options = [getattr(algorithm, field.name) for field in dataclasses.fields(algorithm)]

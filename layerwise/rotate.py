@@ -8,6 +8,7 @@ Rotations of the residual stream and of the values are R1 and R2 of SpinQuant (a
 of a down_proj, their R4) is rotated at run time instead, by a hook: `online`.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fsdp_hooks.ranks.across_ranks import is_first
 from fsdp_hooks.wrappers import module_named, plain_modules, without_replication
 from layerwise.algorithms.solvers.arithmetic import full_precision
 from layerwise.folding.folds import AMPLIFICATION, deviation, tolerance
@@ -29,6 +31,8 @@ from layerwise.rotating.proof import find_norm_kind, make_rotations, prove
 from layerwise.rotating.tracing import Runs, trace_run
 from layerwise.rotating.written import note_written
 from qtensor.products.input_rotation import is_size, rotate_inputs_of
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         reads: globs over fqns of the linears that read the residual stream; None: the usual names.
         writes: globs over fqns of the embeddings and linears that write it; None: the usual names.
         head_dim: channels of a head; None: the attribute `head_dim` of each attention.
-        tied: what to do where an output projection is tied to an embedding, and the gain of the last norm would have
+        tied: what to do if an output projection is tied to an embedding, and the gain of the last norm would have
             to go into it: "refuse", or "untie", which gives it a parameter of its own, and says so in `model.config`.
         online: globs over fqns of linears whose weights are rotated along K, without signs, and their inputs at run
             time, by a forward pre-hook; in blocks of `block`, or of what a dict says for each glob.
@@ -133,6 +137,8 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         prove(plan, norms, runs)
         before = runs.outputs()
         _write(plan, norms, matrices)
+        # Rotated there and back, all that is left is rounding: how far it moves the outputs is what may be
+        # allowed.
         _write_back(plan, matrices)
         rounding = _difference(before, runs.outputs())
         _restore(copies)
@@ -142,6 +148,11 @@ def rotate_(  # noqa: PLR0913 - the options of a rotation, keyword-only
         report = _compare(plan, norms, _difference(before, runs.outputs()), rounding)
         undo.pop_all()  # all is well: keep it
     note_written(model, report.changed)
+    if is_first(None):
+        LOG.info(
+            "rotate_: %d parameters written, %d linears get rotated inputs; outputs differ by %.3g, %.3g is allowed",
+            *(len(report.changed), len(report.online), report.difference, report.allowed),
+        )
     return report
 
 
@@ -183,7 +194,7 @@ def rotate_inputs_(model: nn.Module, online: Mapping[str, int]) -> dict[str, int
 
 
 def _norms(plan: RotationPlan, chosen: Chosen, matrices: Mapping[Axis, Rotation]) -> Iterator[Norm]:
-    """The norms whose gains are moved; all of them are checked."""
+    """Yield the norms whose gains are moved; check all norms."""
     for name, module in plan.norms.items():
         assert chosen.stream is not None
         kind = find_norm_kind(name, module, matrices[chosen.stream])
@@ -194,7 +205,7 @@ def _norms(plan: RotationPlan, chosen: Chosen, matrices: Mapping[Axis, Rotation]
 
 
 def _untie(model: nn.Module, chosen: Chosen, undo: ExitStack) -> None:
-    """Parameters of their own for the linears that are tied to an embedding."""
+    """Give the linears that are tied to an embedding parameters of their own."""
     embeddings = {id(one.weight) for one in chosen.writes.values() if isinstance(one, nn.Embedding)}
     tied = [linear for linear in chosen.reads.values() if id(linear.weight) in embeddings]
     for linear in tied:
@@ -212,14 +223,14 @@ def _put(linear: nn.Linear, weight: Tensor) -> None:
 
 
 def _copies(plan: RotationPlan, norms: Sequence[Norm]) -> list[tuple[Tensor, Tensor]]:
-    """All that is written, and its values in CPU memory."""
+    """Copy all that will be written, with its values in CPU memory."""
     tensors = [*(change.tensor for change in plan.changes), *(norm.weight for norm in norms)]
     return [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
 
 
 @torch.no_grad()
 def _write(plan: RotationPlan, norms: Sequence[Norm], matrices: Mapping[Axis, Rotation]) -> None:
-    """All changes."""
+    """Write all changes."""
     gains = {norm.name: norm.gain() for norm in norms}
     for change in plan.changes:
         rotate_weight_(
@@ -233,7 +244,7 @@ def _write(plan: RotationPlan, norms: Sequence[Norm], matrices: Mapping[Axis, Ro
 
 
 def _write_back(plan: RotationPlan, matrices: Mapping[Axis, Rotation]) -> None:
-    """Rotate the rotated weights back (gains stay in them): the weights of before, with the rounding of rotated ones.
+    """Rotate the rotated weights back (gains stay in them), to the old weights with the rounding of the rotated ones.
 
     Whether the model allows a rotation makes no difference to these, so they show what rounding alone does to outputs.
     """
@@ -261,7 +272,7 @@ def _compare(plan: RotationPlan, norms: Sequence[Norm], difference: float, round
     columns = max(change.tensor.shape[-1] for change in plan.changes)
     allowed = tolerance(coarsest, len(plan.changes), columns)
     if math.isfinite(rounding):
-        # Rotated activations are rounded anew too, by about as much; where no weight is rounded, they alone are.
+        # Rotated activations are rounded anew too, by about as much; if no weight is rounded, they alone are.
         allowed = min(allowed, max(AMPLIFICATION * rounding, tolerance(coarsest, 1, columns)))
     if not difference <= allowed:
         raise RuntimeError(

@@ -5,6 +5,7 @@ run        each stage: the error that each recipe would make of each linear, on 
 choose     one recipe for each group of weights, within the budget
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ from layerwise.formats.assignment import Assignment, assign, budget_of
 from layerwise.formats.candidates import COMPARE, Menu, Weight, candidates_of, least_bits
 from layerwise.running.agreement import check_agreed
 from layerwise.running.errors import Measuring
-from layerwise.running.events import Event, observing
+from layerwise.running.events import Event, log_plan, observing
 from layerwise.running.plan import Options, make_plan
 from layerwise.running.search import Search
 from layerwise.stages.caller import calling
 from qtensor.spec.recipes import Recipe
+
+LOG = logging.getLogger(__name__)
 
 MAX = Max()
 
@@ -77,11 +80,11 @@ def search_formats(  # noqa: PLR0913 - the options of a run, keyword-only
             A later search with the same recipes and data continues after it, or chooses anew for another budget.
         save_every: after how many layers to save.
         on_event: called with every `Event`, on every rank; "metrics" brings the errors of the layer's linears.
-        progress: show a bar on rank 0, where it has a terminal.
+        progress: show a bar on rank 0, if it has a terminal.
         inputs_on: where inputs of layers wait: "device", "cpu" or "disk".
         device: where a model without FSDP computes; None: where its weights are.
         weights: safetensors of a model on the meta device: a file, or a directory.
-        process_group: the ranks; None: all of them, or this process alone where there is no process group.
+        process_group: the ranks; None: all of them, or this process alone if there is no process group.
 
     Returns:
         The assignment; `Assignment.at` gives others from the same measurements.
@@ -125,15 +128,22 @@ def search_formats(  # noqa: PLR0913 - the options of a run, keyword-only
         chosen = [Weight(target.name, target.shape, target.dtype, target.linears()) for target in targets]
         if not chosen:
             raise ValueError("search_formats: no weight is left to choose a format for; see include and exclude")
+        # Refused now, and not after hours of measuring.
         budget_of(bits_per_weight, sum(one.shape.numel() for one in chosen), least_bits(chosen, menu))
-    observed = observing(on_event, len(plan.stages), bar=progress and is_first(group))
+    first = is_first(group)
+    observed = observing(on_event, len(plan.stages), bar=progress and first, logs=first)
     with calling("search_formats"), observed as observer:
+        if first:
+            log_plan(plan)
         told = plan.told(checkpoint=checkpoint_dir is not None)
         check_agreed(group, {**told, "the budget": [f"bits_per_weight={bits_per_weight}, compare={compare}"]})
         run = Search(plan, observer)
         run.calibrate_stages(() if data is None else data, checkpoint_dir)
     measured = {linear.name: linear for outcome in run.outcomes for linear in outcome.linears}
-    return assign(candidates_of(chosen, menu, measured, compare), bits_per_weight)
+    assignment = assign(candidates_of(chosen, menu, measured, compare), bits_per_weight)
+    if first and LOG.isEnabledFor(logging.INFO):
+        LOG.info("search_formats: %.3f bits per weight: %s", assignment.bits_per_weight, assignment)
+    return assignment
 
 
 def _menu(recipes: Sequence[Recipe | None]) -> Menu:

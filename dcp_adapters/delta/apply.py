@@ -100,7 +100,6 @@ def apply_deltas(
             )
         _refuse_unwritable(shards, written)
         _refuse_meeting(shards, written)
-    # Nothing is written before all ranks have come here.
     leaves = {plain_name(name): value for name, value in flatten_state_dict(dict(target))[0].items()}
     with log_work(LOG, "apply_deltas: writing %d changed tensors", len(written)), raise_together(group):
         try:

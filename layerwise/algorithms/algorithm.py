@@ -36,7 +36,7 @@ class Inputs:
         local_hessian: fp32 [ceil(K / 16), 16, 16], x_b^T x_b / tokens for each block b of 16 columns (zero-padded).
         hessian: fp32 [K, K], 2 x^T x / tokens.
         cross: fp32 [K, K], 2 (y - x)^T x / tokens, where y is the same input in the unquantized model; None, too, where
-            both are the same, as in the first layer. Where there is no y for a batch (`unpaired`), it counts as x.
+            both are the same, as in the first layer. If there is no y for a batch (`unpaired`), it counts as x.
         unpaired: rows of x without a y: experts get other tokens in the unquantized model.
 
     Example:
@@ -61,7 +61,7 @@ class Linear:
     """One weight to decide on.
 
     Attributes:
-        name: fqn of the parameter, with the number of the expert in brackets where it has several.
+        name: fqn of the parameter, with the number of the expert in brackets if it has several.
         weight: [N, K], the high-precision values in the model's dtype: the live tensor, or a copy of one that is stored
             transposed.
         amax: the amax that its shared scale is made from, as `formats.shared_amax` returns it; weights that share the
@@ -80,7 +80,7 @@ class Linear:
 
 
 def upright(linears: Iterable[Linear]) -> tuple[Linear, ...]:
-    """The linears with row-major weights: sums over other strides may have other last bits."""
+    """Return the linears with row-major weights: sums over different strides may differ in last bits."""
     return tuple(dataclasses.replace(linear, weight=linear.weight.contiguous()) for linear in linears)
 
 
@@ -171,32 +171,35 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The statistics of inputs that it reads: any of COLUMNS, LOCAL_HESSIAN, HESSIAN, and CROSS beside HESSIAN."""
+        """Return which statistics of inputs it reads: COLUMNS, LOCAL_HESSIAN, HESSIAN, and CROSS beside HESSIAN."""
         return frozenset()
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether to hold only one group's Hessian at a time, and to run the batches once more for each group."""
+        """Return whether to hold one group's Hessian at a time, and to run the batches once more for each group."""
         return False
 
     @property
     def smooths(self) -> bool:
-        """Whether `smooth` may return factors; if not, no folds are looked for."""
+        """Return whether `smooth` may return factors; if not, no folds are looked for."""
+        # Folds are found by probing, which costs forwards: an algorithm without `smooth` of its own is spared
+        # them.
         return type(self).smooth is not Algorithm.smooth
 
     def smooth(self, group: Group, recipe: Recipe) -> Smoothing | None:
-        """Factors to multiply the columns of the group's weights with, and to divide their input by; None for none.
+        """Return factors that the columns of the group's weights are multiplied by, and their input is divided by.
 
-        Called only for groups whose input can be divided by folding the factors into the module that produces it.
+        None: there are no factors. The driver calls it only for groups whose input can be divided, by folding the
+        factors into the module that produces it.
         """
         return None
 
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
-        """One decision for each linear of the group, in their order."""
+        """Return one decision for each linear of the group, in their order."""
         raise NotImplementedError
 
     def cost(self, rows: int, columns: int, tokens: int) -> float:
-        """About how long a group takes: ranks share work by it, and GPTQ adds that of its scales to its own.
+        """Estimate how long a group takes. Ranks share work by it, and GPTQ adds the cost of its scales to its own.
 
         By default N K, or N K^2 with the Hessian of an input.
 
@@ -211,7 +214,7 @@ class Algorithm:
         return rows * columns * (columns if tokens and HESSIAN in self.needs else 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Name and options, as a checkpoint's fingerprint compares them."""
+        """Return the name and the options, as a checkpoint's fingerprint compares them."""
         return {
             "type": type(self).__name__,
             **{field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)},
@@ -219,7 +222,7 @@ class Algorithm:
 
 
 def _plain(value: Any) -> Any:
-    """An option as plain JSON: of an algorithm its name, too, for two of them may have the same options."""
+    """Return an option as plain JSON; of an algorithm with its name, for two of them may have the same options."""
     if isinstance(value, Algorithm):
         return value.to_json()
     if dataclasses.is_dataclass(value):

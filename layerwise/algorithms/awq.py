@@ -26,7 +26,13 @@ from torch import Tensor
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Algorithm, Decision, Group, Smoothing
 from layerwise.algorithms.maximum import Max
 from layerwise.algorithms.smoothquant import LARGEST_FACTOR, SMALLEST_FACTOR
-from layerwise.algorithms.solvers.clipping import best_clips, finite_or_zero, local_hessian_of, round_trip, sharing
+from layerwise.algorithms.solvers.clipping import (
+    best_clips,
+    finite_or_zero,
+    group_by_scale,
+    local_hessian_of,
+    round_trip,
+)
 from qtensor.spec.blocks import tile, untile
 from qtensor.spec.recipes import Recipe, check_choice
 from qtensor.spec.registry import block_multiple, format_of, shared_amax
@@ -68,33 +74,36 @@ class AWQ(Algorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its variant reads; "full" cuts the local Hessian out of the Hessian."""
+        """Return the statistics that its variant reads; "full" cuts the local Hessian out of the Hessian."""
         return frozenset({LOCAL_HESSIAN} if self.variant == "clip" else {COLUMNS, HESSIAN})
 
     @property
     def smooths(self) -> bool:
-        """Not if it only clips."""
+        """Return False if it only clips."""
         return self.variant != "clip"
 
     @property
     def alphas(self) -> tuple[float, ...]:
-        """The exponents, 0 first."""
+        """Return the exponents, 0 first."""
         steps = round(1 / self.alpha_step)
+        # Multiples of a float step are off in their last bits, and reports show them.
         return tuple(min(1.0, round(i * self.alpha_step, 6)) for i in range(steps + 1))
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """The clip ratios, 1 first."""
+        """Return the clip ratios, 1 first."""
+        # The quotient may come out a little below the whole number that it stands for, which would lose the
+        # last ratio.
         steps = int((1 - self.least_clip) / self.clip_step + 1e-6)
         return tuple(round(1 - i * self.clip_step, 6) for i in range(steps + 1))
 
     def smooth(self, group: Group, recipe: Recipe) -> Smoothing | None:
-        """The factors of least output error; None where not scaling is best."""
+        """Return the factors of least output error; None if it is best not to scale."""
         alpha, factors = self.search(group, recipe)
         return None if alpha is None or factors is None else Smoothing(factors, {"alpha": alpha})
 
     def search(self, group: Group, recipe: Recipe) -> tuple[float | None, Tensor | None]:
-        """The best alpha and its factors; (None, None) where not scaling is best, or nothing is known of the input."""
+        """Return the best alpha and its factors; (None, None) if it is best not to scale, or the input is not known."""
         if group.inputs is None or self.variant == "clip":
             return None, None
         activations, hessian = group.inputs.column_mean, group.inputs.hessian
@@ -102,6 +111,7 @@ class AWQ(Algorithm):
         assert hessian is not None
         sizes = _relative_sizes(group, recipe)
         best: tuple[float | None, Tensor | None] = None, None
+        # No factors are tried, too: so scaling never makes the error larger.
         least = _scaled_error(group, recipe, hessian, None)
         for alpha in self.alphas:
             factors = _factors(activations, sizes, alpha)
@@ -111,7 +121,7 @@ class AWQ(Algorithm):
         return best
 
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
-        """The scales of the weights' own amaxes, or clipped ones; a warning where no token was seen."""
+        """Return the scales of the weights' own amaxes, or clipped ones; a warning if no token was seen."""
         unclipped = [decision.quantizer for decision in Max().decide(group, recipe)]
         if group.inputs is None:
             warning = "no token reached it: quantized without activations, as Max does"
@@ -121,12 +131,14 @@ class AWQ(Algorithm):
         hessian, local = group.inputs.hessian, group.inputs.local_hessian
         if local is None:
             assert hessian is not None
+            # The blocks on the diagonal of H are the local Hessian, so "full" does not collect it a
+            # second time.
             local = local_hessian_of(hessian)
         clipped = best_clips(group, recipe, local, self.ratios)
-        # The local error leaves out how blocks interact. Where the full Hessian is known, clips must lower its error.
+        # The local error leaves out how blocks interact. If the full Hessian is known, clips must lower its error.
         kept = [True] * len(clipped)
         if self.variant == "full" and hessian is not None:
-            for members in sharing(group.linears):
+            for members in group_by_scale(group.linears):
                 with_clips = _error_of(group, recipe, hessian, members, [clipped[i].quantizer for i in members])
                 without = _error_of(group, recipe, hessian, members, [unclipped[i] for i in members])
                 for i in members:
@@ -140,20 +152,21 @@ class AWQ(Algorithm):
 
 
 def _relative_sizes(group: Group, recipe: Recipe) -> Tensor:
-    """fp32 [K]: the mean over all rows of each column's magnitude, relative to the largest in its block.
+    """Return fp32 [K]: the mean over all rows of each column's magnitude, relative to the largest in its block.
 
-    The block is the columns of one scale, or the whole row where scales serve whole rows or the tensor.
+    The block is the columns of one scale, or the whole row if scales serve whole rows or the tensor.
     """
     block = block_multiple(recipe)
     weights = torch.cat([finite_or_zero(one.weight).abs() for one in group.linears])  # [rows, K]
     blocks = tile(weights, weights.shape[-1] if block == 1 else block)
     largest = blocks.amax(dim=-1, keepdim=True)
+    # A block of zeros would give 0 / 0.
     relative = torch.where(largest > 0, blocks / largest, torch.zeros_like(blocks))
     return untile(relative, weights.shape[-1]).mean(dim=0)
 
 
 def _factors(activations: Tensor, sizes: Tensor, alpha: float) -> Tensor:
-    """fp32 [K]; those of live columns are divided by sqrt(largest * smallest), so that they spread around 1."""
+    """Return fp32 [K]; those of live columns are divided by sqrt(largest * smallest), so that they spread around 1."""
     live = (activations > 0) & (sizes > 0)
     if not bool(live.any()):
         return torch.ones_like(activations)
@@ -163,20 +176,24 @@ def _factors(activations: Tensor, sizes: Tensor, alpha: float) -> Tensor:
 
 
 def _scaled_error(group: Group, recipe: Recipe, hessian: Tensor, factors: Tensor | None) -> float:
-    """tr(dW H dW^T) over the group, its columns scaled before rounding and scaled back afterwards.
+    """Return tr(dW H dW^T) over the group, its columns scaled before rounding and scaled back afterwards.
 
-    Scaled weights are rounded to their dtype first, as folding stores them; inf where they leave its range.
+    Scaled weights are rounded to their dtype first, as folding stores them; inf if they leave its range.
     """
     fmt, total = format_of(recipe), 0.0
-    for members in sharing(group.linears):
+    for members in group_by_scale(group.linears):
         linears = [group.linears[i] for i in members]
         weights, amaxes = [finite_or_zero(one.weight) for one in linears], [one.amax for one in linears]
         if factors is not None:
             weights = [(w * factors).to(one.weight.dtype).float() for w, one in zip(weights, linears, strict=True)]
             if not all(bool(torch.isfinite(w).all()) for w in weights):
+                # Folding would refuse such factors, and with them the layer; an infinite error leaves
+                # them out.
                 return math.inf
             amaxes = [shared_amax(w, recipe) for w in weights]
             if len(members) > 1:
+                # These weights store one tensor-wide scale, so it has to serve the largest of them
+                # after scaling.
                 amaxes = [torch.stack([a for a in amaxes if a is not None]).amax()] * len(members)
         for one, w, amax in zip(linears, weights, amaxes, strict=True):
             values = round_trip(w, recipe, fmt.quantizer(w, recipe, amax))
@@ -189,7 +206,7 @@ def _scaled_error(group: Group, recipe: Recipe, hessian: Tensor, factors: Tensor
 def _error_of(
     group: Group, recipe: Recipe, hessian: Tensor, members: Sequence[int], quantizers: Sequence[Mapping[str, Tensor]]
 ) -> float:
-    """tr(dW H dW^T) of some linears under some quantizers."""
+    """Return tr(dW H dW^T) of some linears under some quantizers."""
     weights = [finite_or_zero(group.linears[i].weight) for i in members]
     return sum(
         _output_error(round_trip(w, recipe, quantizer) - w, hessian)
@@ -198,5 +215,5 @@ def _error_of(
 
 
 def _output_error(off: Tensor, hessian: Tensor) -> float:
-    """tr(off H off^T)."""
+    """Return tr(off H off^T)."""
     return float(((off @ hessian) * off).sum(dtype=torch.float64))

@@ -19,7 +19,7 @@ is the factor of the inverse of that of H (so (H_RR)^-1 = U_RR^T U_RR):
 
 The w[j] in front of P is the weight of the unquantized model, which D[:, j] was multiplied with; not the value that
 corrections have made of it, since what they added acts on X. So all corrections are known before the first column:
-GPTAQ is GPTQ of W (I + alpha P). Where X equals Y, C is zero and nothing is corrected: the bytes are GPTQ's.
+GPTAQ is GPTQ of W (I + alpha P). If X equals Y, C is zero and nothing is corrected: the bytes are GPTQ's.
 
 With act_order, H and C are permuted alike, and P is made in the order of processing. Factors of smoothing divide both
 inputs. Coordinate descent keeps the aim: it comes closer to the outputs of W (I + alpha P) on X.
@@ -39,7 +39,7 @@ from layerwise.algorithms.paired import Paired
 class GPTAQ(Paired):
     """Rounds as GPTQ does, towards the outputs of the unquantized model.
 
-    Batches run through every layer twice, on the inputs of the unquantized and on those of the quantized model. Where
+    Batches run through every layer twice, on the inputs of the unquantized and on those of the quantized model. If
     an expert gets other tokens in the two, there are no pairs of inputs, and those tokens count as GPTQ counts them.
 
     Args:
@@ -66,11 +66,11 @@ class GPTAQ(Paired):
     alpha: float = 0.25
 
     def _correction(self, cross: Tensor, factor: Tensor, columns: Tensor) -> Tensor:
-        """P^T W^T."""
+        """Return P^T W^T."""
         later = (cross @ factor.t()).triu_(diagonal=1)  # [K, K]
         return factor.t() @ (later.t() @ columns)
 
     def cost(self, rows: int, columns: int, tokens: int) -> float:
-        """That of GPTQ, and three products."""
+        """Return the cost of GPTQ and of three products."""
         corrections = columns**3 + 2 * rows * columns**2 if tokens else 0
         return super().cost(rows, columns, tokens) + corrections

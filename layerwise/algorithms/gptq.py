@@ -6,7 +6,7 @@
         q   = snap(w[j] * enc) * dec           the values that encode_with will store
         w[k] -= (w[j] - q) / U[j, j] * U[j, k] for all k > j
 
-The scales are fixed before the first column: those of another algorithm. Where that one weighs errors by the local
+The scales are fixed before the first column: those of another algorithm. If that one weighs errors by the local
 Hessian, it gets the blocks on the diagonal of H, which are the same up to the rounding of fp32 products. A decision's
 `weight` holds every column as it was just before it was rounded, so that rounding it under the same scales chooses the
 same elements again; after coordinate descent (descent.py) it holds the elements' values, which round to themselves.
@@ -57,7 +57,7 @@ class GPTQ(Algorithm):
 
     Args:
         damping: added to the diagonal of the Hessian, as a fraction of its mean; None: K / (2 tokens), at least 0.01.
-            Where it is too little to factorise the Hessian, it is raised tenfold, up to three times, and the decision's
+            If it is too little to factorise the Hessian, it is raised tenfold, up to three times, and the decision's
             notes say so.
         block: columns between two updates of all the others; only a matter of speed.
         act_order: start with the columns whose inputs are largest.
@@ -119,27 +119,27 @@ class GPTQ(Algorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The Hessian, which holds the local one, and what the scales and factors are made from."""
+        """Return the Hessian, which holds the local one, and what the scales and factors are made from."""
         others = self.scales.needs | (frozenset() if self.smoothing is None else self.smoothing.needs)
         return (others | {HESSIAN}) - {LOCAL_HESSIAN}
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether the Hessians of a layer are collected one after the other."""
+        """Return whether the Hessians of a layer are collected one after the other."""
         return self.hessians == "one_at_a_time"
 
     @property
     def smooths(self) -> bool:
-        """Whether there are factors for columns."""
+        """Return whether there are factors for columns."""
         return self.smoothing is not None
 
     def smooth(self, group: Group, recipe: Recipe) -> Smoothing | None:
-        """The factors of `smoothing`."""
+        """Return the factors of `smoothing`."""
         return None if self.smoothing is None else self.smoothing.smooth(_for(self.smoothing, group), recipe)
 
     @torch.no_grad()
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
-        """The scales of `scales`, and the values to round under them; plain rounding where there is no input.
+        """Return the scales of `scales`, and the values to round under them; plain rounding if there is no input.
 
         Raises:
             RuntimeError: the Hessian cannot be factorised, or a weight is not finite.
@@ -162,7 +162,7 @@ class GPTQ(Algorithm):
         ]
 
     def cost(self, rows: int, columns: int, tokens: int) -> float:
-        """That of the scales, the factorisation and the columns; measured on one core of a CPU.
+        """Return the cost of the scales, the factorisation and the columns, as measured on one core of a CPU.
 
         A round of descent starts twice as many kernels, and multiplies by the Hessian three times, twice in fp64.
         """
@@ -173,35 +173,46 @@ class GPTQ(Algorithm):
         return scales + columns**3 + product + kernels + self.descent * (5 * product + 2 * kernels)
 
     def _values(self, group: Group, rounding: ColumnRounding) -> tuple[Tensor, float]:
-        """The values to round, fp32 [K, rows], and the damping that it took."""
+        """Return the values to round, fp32 [K, rows], and the damping that it took."""
         assert group.inputs is not None
         hessian = group.inputs.hessian
         assert hessian is not None
         with one_thread(), full_precision(hessian.device):
+            # Stable, since columns of equal diagonals must come in one order on every rank and device.
             order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if self.act_order else None
             factor, damping = self._factorise(group, hessian if order is None else hessian[order][:, order])
             aims = self._aims(group, factor, order)
+            # It works in place, and descent measures errors from the aims as they were.
             values = _compensate(aims.clone() if self.descent else aims, factor, order, rounding, self.block)
+            # Descent needs memory for another [K, K], and the factor no more.
             del factor
             if self.descent:
+                # Descent begins at stored values, not at those just before rounding.
                 rounded = torch.stack([rounding(column, index) for index, column in enumerate(values)])
+                # With the same damping, or descent would bring down another error than GPTQ has, and
+                # trust the sample more.
                 damped = _damp(hessian.clone(), damping)
                 values = descend(aims, rounded, damped, rounding, self.descent)
         return values, damping
 
     def _aims(self, group: Group, factor: Tensor, order: Tensor | None) -> Tensor:
-        """fp32 [K, rows], new: what the stored values are to come close to; `factor` is in the order of processing."""
+        """Return what the stored values are to come close to, fp32 [K, rows], new.
+
+        `factor` is in the order of processing.
+        """
         return columns_of(group)
 
     def _least_damping(self, group: Group) -> float:
-        """The damping to try first."""
+        """Return the damping to try first."""
         assert group.inputs is not None
         if self.damping is not None:
             return self.damping
         return max(LEAST_DAMPING, group.linears[0].weight.shape[1] / (2 * group.inputs.tokens))
 
     def _factorise(self, group: Group, hessian: Tensor) -> tuple[Tensor, float]:
-        """The factor, and the damping that it took."""
+        """Return the factor, and the damping that it took."""
+        # A Hessian of few tokens is singular but for its damping, and rounding may undo that: more is tried before
+        # the layer fails, maybe hours into a run.
         for raised in range(RAISES + 1):
             damping = self._least_damping(group) * 10**raised
             factor = _inverse_factor(hessian, damping)
@@ -216,7 +227,7 @@ class GPTQ(Algorithm):
 
 
 def _check(group: Group) -> None:
-    """Raise where there is no Hessian, or a weight is not finite."""
+    """Raise if there is no Hessian, or a weight is not finite."""
     assert group.inputs is not None
     if group.inputs.hessian is None:
         raise ValueError(f"{_linear_names(group)}: GPTQ needs the Hessian of their input, and got inputs without one")
@@ -226,7 +237,7 @@ def _check(group: Group) -> None:
 
 
 def _for(algorithm: Algorithm, group: Group) -> Group:
-    """The group with all that the algorithm needs: the local Hessian is cut out of the Hessian."""
+    """Return the group with all that the algorithm needs: the local Hessian is cut out of the Hessian."""
     inputs = group.inputs
     if LOCAL_HESSIAN not in algorithm.needs or inputs is None or inputs.hessian is None:
         return group
@@ -236,9 +247,11 @@ def _for(algorithm: Algorithm, group: Group) -> Group:
 
 
 def _damp(hessian: Tensor, damping: float) -> Tensor:
-    """H + damping * mean(diag H), in place. A column without input gets the row and column of the identity."""
+    """Add damping * mean(diag H) to H's diagonal, in place. A column without input becomes the identity's."""
     diagonal = hessian.diagonal()  # a view
     mean = diagonal.mean()
+    # A column without input makes H singular. With the row and column of the identity it gets no error and hands
+    # none on.
     silent = diagonal == 0
     hessian[silent] = 0
     hessian[:, silent] = 0
@@ -248,22 +261,27 @@ def _damp(hessian: Tensor, damping: float) -> Tensor:
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
-    """U [K, K], upper triangular, U^T U = (H + damping * mean(diag H))^-1; None where H cannot be factorised.
+    """Return U [K, K], upper triangular, U^T U = (H + damping * mean(diag H))^-1; None if H cannot be factorised.
 
     A column without input does not affect the others: its row and column of U are those of the identity.
     """
+    # The flips are J H J of the formula at the top. They copy, so H itself stays as it was for the next damping.
+    # The `_ex` variant reports a failure and does not raise.
     lower, info = torch.linalg.cholesky_ex(_damp(hessian.flip(0, 1), damping))
     if info:
         return None
     identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
     factor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
+    # A pivot just above 0 can be factorised, and its inverse overflows.
     return factor if torch.isfinite(factor).all() else None
 
 
 def _compensate(columns: Tensor, factor: Tensor, order: Tensor | None, rounding: ColumnRounding, block: int) -> Tensor:
-    """The values to round, [K, rows], in place of `columns`. `factor` is in the order of processing."""
+    """Return the values to round, [K, rows], in place of `columns`. `factor` is in the order of processing."""
     columns = columns if order is None else columns[order]
+    # Scales belong to columns where they are stored, so rounding asks by these numbers.
     numbers = list(range(len(columns))) if order is None else order.tolist()
+    # One transfer to the host, where one for each column would make it wait for the device K times.
     diagonal = factor.diagonal().tolist()
     for start in range(0, len(columns), block):
         end = min(start + block, len(columns))
@@ -273,6 +291,7 @@ def _compensate(columns: Tensor, factor: Tensor, order: Tensor | None, rounding:
             if done:
                 values.addmv_(errors[:done].t(), factor[start:index, index], alpha=-1)
             torch.sub(values, rounding(values, numbers[index]), out=errors[done]).div_(diagonal[index])
+        # What this block has left to all columns behind it goes there at once, as one product of matrices.
         columns[end:].addmm_(factor[start:end, end:].t(), errors, alpha=-1)
     return columns if order is None else torch.empty_like(columns).index_copy_(0, order, columns)
 

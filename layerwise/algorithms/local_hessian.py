@@ -19,7 +19,7 @@ from qtensor.spec.recipes import Recipe
 class LocalHessian(Algorithm):
     """Scales of the least local error (see above), which is never larger than under Max's scales.
 
-    It tries the same scales as Mse, and its note "clip" means the same. Where no token reached a linear, Mse decides,
+    It tries the same scales as Mse, and its note "clip" means the same. If no token reached a linear, Mse decides,
     and the note "warning" says so.
 
     Example:
@@ -33,11 +33,11 @@ class LocalHessian(Algorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The local Hessian."""
+        """Return the local Hessian."""
         return frozenset({LOCAL_HESSIAN})
 
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
-        """The best quantizer of each weight."""
+        """Return the best quantizer of each weight."""
         if group.inputs is None:
             return [
                 Decision(
@@ -55,5 +55,5 @@ class LocalHessian(Algorithm):
         return decisions
 
     def cost(self, rows: int, columns: int, tokens: int) -> float:
-        """About three times that of Mse."""
+        """Return about three times the cost of Mse."""
         return (3 if tokens else 1) * Mse().cost(rows, columns, tokens)

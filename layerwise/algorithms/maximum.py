@@ -23,7 +23,7 @@ class Max(Algorithm):
     writes_weights: ClassVar[bool] = False
 
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
-        """The quantizer of each weight's own amax."""
+        """Return the quantizer of each weight's own amax."""
         fmt = format_of(recipe)
         return [
             Decision(quantizer=fmt.quantizer(linear.weight.detach().float(), recipe, linear.amax))

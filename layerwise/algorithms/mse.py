@@ -28,7 +28,7 @@ class Mse(Algorithm):
     writes_weights: ClassVar[bool] = False
 
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
-        """The best quantizer of each weight."""
+        """Return the best quantizer of each weight."""
         decisions = []
         for linear in group.linears:
             quantizer, clip = search(linear.weight, recipe, linear.amax)
@@ -36,5 +36,5 @@ class Mse(Algorithm):
         return decisions
 
     def cost(self, rows: int, columns: int, tokens: int) -> float:
-        """That of the search, which sees each element many times."""
+        """Return the cost of the search, which sees each element many times."""
         return SEARCH * rows * columns

@@ -2,7 +2,7 @@
 
     aims    W + alpha * (what answers the difference between the two models' inputs)
 
-The change is made before the first column is rounded. Where both models have the same input there is none, and the
+The change is made before the first column is rounded. If both models have the same input there is none, and the
 bytes are GPTQ's.
 """
 
@@ -36,12 +36,12 @@ class Paired(GPTQ):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Those of GPTQ, and the products of the difference between the inputs."""
+        """Return what GPTQ reads, and the products of the difference between the inputs."""
         return super().needs | {CROSS}
 
     @torch.no_grad()
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
-        """As GPTQ decides; where inputs have no pairs, the note "warning" says how many.
+        """Decide as GPTQ does; if inputs have no pairs, the note "warning" says how many.
 
         Raises:
             RuntimeError: as of GPTQ.
@@ -59,7 +59,7 @@ class Paired(GPTQ):
         ]
 
     def _correction(self, cross: Tensor, factor: Tensor, columns: Tensor) -> Tensor:
-        """What is added to the weights with alpha = 1, transposed: fp32 [K, rows], new.
+        """Return what is added to the weights with alpha = 1, transposed: fp32 [K, rows], new.
 
         Args:
             cross: fp32 [K, K], C of `Inputs`; its rows and columns, as those of all others, in the order of processing.
@@ -76,6 +76,8 @@ class Paired(GPTQ):
             return columns  # adding zeros would turn -0.0 into 0.0
         if order is None:
             return columns.add_(self._correction(cross, factor, columns).mul_(self.alpha))
+        # The factor is in the order of processing: what meets it is put into that order, and the result is
+        # put back.
         added = self._correction(cross[order][:, order], factor, columns[order]).mul_(self.alpha)
         return columns.index_add_(0, order, added)
 

@@ -4,7 +4,7 @@
     GPTQ    least ||X w - X q||^2 over stored rows q
     Qronos  least ||Y w - X q||^2, as GPTAQ
 
-With D = Y - X, which stands for D times alpha where only a part of it is to be answered, damping L (a number) and any
+With D = Y - X, which stands for D times alpha if only a part of it is to be answered, damping L (a number) and any
 row v in place of q:
 
     f(v) = ||X w + D w - X v||^2 + L ||v - w||^2
@@ -23,7 +23,7 @@ those of least f given the ones that have: the first column is corrected by all 
 takes in what is left after rounding those before. Coordinate descent keeps the aim, and brings f itself down.
 
 GPTAQ adds alpha W triu(C U^T, 1) U: of each column's difference it answers what later columns can. Qronos leaves out
-the triangle: earlier columns and the column itself answer, too. So W* is the same for any order of columns. Where X
+the triangle: earlier columns and the column itself answer, too. So W* is the same for any order of columns. If X
 equals Y, C is zero and the bytes are GPTQ's. Factors of smoothing divide both inputs.
 
 Zhang et al., "Qronos: Correcting the Past by Shaping the Future... in Post-Training Quantization", 2025 (arXiv
@@ -48,7 +48,7 @@ from layerwise.algorithms.paired import Paired
 class Qronos(Paired):
     """Rounds as GPTQ does, towards the weights of least error to the outputs of the unquantized model.
 
-    Batches run through every layer twice, on the inputs of the unquantized and on those of the quantized model. Where
+    Batches run through every layer twice, on the inputs of the unquantized and on those of the quantized model. If
     an expert gets other tokens in the two, there are no pairs of inputs, and those tokens count as GPTQ counts them.
 
     Args:
@@ -75,10 +75,10 @@ class Qronos(Paired):
     alpha: float = 0.25
 
     def _correction(self, cross: Tensor, factor: Tensor, columns: Tensor) -> Tensor:
-        """H^-1 C^T W^T."""
+        """Return H^-1 C^T W^T."""
         return factor.t() @ (factor @ (cross.t() @ columns))
 
     def cost(self, rows: int, columns: int, tokens: int) -> float:
-        """That of GPTQ, and three products."""
+        """Return the cost of GPTQ and of three products."""
         corrections = 3 * rows * columns**2 if tokens else 0
         return super().cost(rows, columns, tokens) + corrections

@@ -47,11 +47,11 @@ class SmoothQuant(Algorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The largest magnitude of each column."""
+        """Return the largest magnitude of each column."""
         return frozenset({COLUMNS})
 
     def smooth(self, group: Group, recipe: Recipe) -> Smoothing | None:
-        """The factors; None where no token was seen."""
+        """Return the factors; None if no token was seen."""
         if group.inputs is None:
             return None
         of_input = group.inputs.column_amax
@@ -61,9 +61,10 @@ class SmoothQuant(Algorithm):
         )
         factors = of_input.pow(self.alpha) / of_weights.pow(1 - self.alpha)
         live = (of_input > 0) & (of_weights > 0)
+        # Columns of zeros gave 0 / 0 or infinities above; `live` leaves these out below.
         bounded = factors.clamp(SMALLEST_FACTOR, LARGEST_FACTOR)
         return Smoothing(torch.where(live, bounded, torch.ones_like(factors)), {"alpha": self.alpha})
 
     def decide(self, group: Group, recipe: Recipe) -> Sequence[Decision]:
-        """The scales that the weights' own amaxes give."""
+        """Return the scales that the weights' own amaxes give."""
         return Max().decide(group, recipe)

@@ -1,8 +1,8 @@
 """Folds column factors into the modules that produce the columns, and checks that the layer computes the same.
 
-    fold          weights * s, producers / s, each weight rounded once; returns the factors as applied
-    transformed   the statistics of x / s, from those of x
-    verify        the layer's outputs before and after differ by rounding only
+    fold               weights * s, producers / s, each weight rounded once; returns the factors as applied
+    transform_inputs   the statistics of x / s, from those of x
+    verify_outputs     the layer's outputs before and after differ by rounding only
 
 The factors of all groups of a layer are found first, from the unchanged statistics, and then folded at once: a producer
 may itself be a target whose columns are scaled.
@@ -39,9 +39,9 @@ def fold(folds: Sequence[Fold]) -> list[Tensor]:
     """Fold all factors of a layer in place, in fp32, every weight rounded once to its dtype.
 
     Returns:
-        The factors as applied, fp32 [K] for each fold, for `transformed`. For a linear they are those given. For a norm
-        they are old gain / new gain, after the new gain was rounded, so that its rounding costs nothing. (1 + weight
-        would lose a small gain altogether: a channel whose gain would round to 0 keeps its gain, with factor 1.)
+        The factors as applied, fp32 [K] for each fold, for `transform_inputs`. For a linear they are those given. For a
+        norm they are old gain / new gain, after the new gain was rounded, so that its rounding costs nothing. (1 +
+        weight would lose a small gain altogether: a channel whose gain would round to 0 keeps its gain, with factor 1.)
 
     Raises:
         ValueError: factors that are not [K], finite and positive; nothing was written.
@@ -52,7 +52,7 @@ def fold(folds: Sequence[Fold]) -> list[Tensor]:
     written: dict[Key, tuple[str, Tensor]] = {}
     applied = []
     for one in folds:
-        factors = _applicable(one)
+        factors = _check_factors(one)
         applied.append(factors)
         assert columns.keys().isdisjoint(map(_place_of, one.weights)), "a weight takes one input, so it is in one group"
         columns |= {_place_of(w): factors for w in one.weights}
@@ -63,7 +63,8 @@ def fold(folds: Sequence[Fold]) -> list[Tensor]:
             value = tensor.float() * columns[key] if key in columns else tensor.float()
             if key in channels:
                 producer, factors = channels[key]
-                value = _divided_channels(producer, tensor, value, factors)
+                value = _divide_channels(producer, tensor, value, factors)
+            # What was infinite before may stay so: only values that become infinite refuse the fold.
             rounded = value.to(tensor.dtype)
             if write:
                 tensor.copy_(rounded)
@@ -76,20 +77,20 @@ def fold(folds: Sequence[Fold]) -> list[Tensor]:
 
 
 def _place_of(tensor: Tensor) -> Key:
-    """The same for a parameter and its detached alias: both may be named, and the memory must be written once."""
+    """Identify memory: a parameter and its detached alias may both be named, and are written once."""
     return tensor.data_ptr(), tuple(tensor.shape)
 
 
-def _divided_channels(producer: Producer, tensor: Tensor, value: Tensor, factors: Tensor) -> Tensor:
-    """`value` with its channels divided: a tensor of the producer, its columns scaled already if it is a target too."""
+def _divide_channels(producer: Producer, tensor: Tensor, value: Tensor, factors: Tensor) -> Tensor:
+    """Divide the channels of a tensor of the producer; its columns are scaled already if it is a target, too."""
     spread = factors.reshape(-1, *[1] * (value.ndim - 1))
     if producer.kind == "offset" and _place_of(tensor) == _place_of(producer.weight):
         return (1 + value) / spread - 1
     return value / spread
 
 
-def _applicable(one: Fold) -> Tensor:
-    """The factors of a fold, checked; for a norm, old gain / rounded new gain."""
+def _check_factors(one: Fold) -> Tensor:
+    """Return the factors of a fold, checked; for a norm, old gain / rounded new gain."""
     producer, factors = one.producer, one.factors.float()
     if factors.shape != (producer.channels,) or not bool((torch.isfinite(factors) & (factors > 0)).all()):
         found = f"{tuple(factors.shape)} from {float(factors.min()):.3g} to {float(factors.max()):.3g}"
@@ -98,21 +99,22 @@ def _applicable(one: Fold) -> Tensor:
         )
     if producer.kind == "linear":
         return factors
+    # A rounded gain has changed by another factor than the one that was asked for. The columns get that one.
     shift = 1.0 if producer.kind == "offset" else 0.0
     gain = shift + producer.weight.float()
     left = shift + (gain / factors - shift).to(producer.weight.dtype).float()
     return torch.where(gain * left > 0, gain / left, torch.ones_like(gain))
 
 
-def transformed(inputs: Inputs, factors: Tensor) -> Inputs:
-    """The statistics of x / factors, from those of x.
+def transform_inputs(inputs: Inputs, factors: Tensor) -> Inputs:
+    """Return the statistics of x / factors, from those of x.
 
     Raises:
         ValueError: the amax of each column is not known (an algorithm that smooths needs COLUMNS).
     """
     if inputs.column_mean is None:
         raise ValueError(_NO_COLUMNS)
-    amax, column_amax = scaled_amaxes(inputs.column_amax, factors)
+    amax, column_amax = scale_amaxes(inputs.column_amax, factors)
     local, full, cross = inputs.local_hessian, inputs.hessian, inputs.cross
     if local is not None:
         padding = local.shape[0] * SUB_BLOCK - factors.numel()
@@ -133,8 +135,8 @@ def transformed(inputs: Inputs, factors: Tensor) -> Inputs:
     )
 
 
-def scaled_amaxes(column_amax: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """The amax of x / factors and that of each column, from the latter of x.
+def scale_amaxes(column_amax: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the amax of x / factors and that of each column, from the latter of x.
 
     Raises:
         ValueError: these are not known (an algorithm that smooths needs COLUMNS).
@@ -146,7 +148,7 @@ def scaled_amaxes(column_amax: Tensor | None, factors: Tensor) -> tuple[Tensor, 
 
 
 def tolerance(dtype: torch.dtype, folds: int, columns: int) -> float:
-    """The relative RMS difference that `folds` folds may make to a layer's outputs of this dtype.
+    """Return the relative RMS difference that `folds` folds may make to a layer's outputs of this dtype.
 
     Each fold rounds three things anew: the producer's channels, the group's columns and the values between them. These
     errors are independent and at most u (the dtype's unit roundoff), so their RMS grows with the square root of their
@@ -159,7 +161,7 @@ def tolerance(dtype: torch.dtype, folds: int, columns: int) -> float:
 
 
 def verify_outputs(before: Sequence[Tensor], after: Sequence[Tensor], allowed: float, what: str) -> float:
-    """The largest relative RMS difference of a floating-point output; 0 without outputs.
+    """Return the largest relative RMS difference of a floating-point output; 0 without outputs.
 
     Raises:
         RuntimeError: it is more than `allowed`, or not a number; `what` names the layer.
@@ -174,7 +176,7 @@ def verify_outputs(before: Sequence[Tensor], after: Sequence[Tensor], allowed: f
 
 
 def deviation(before: Tensor, after: Tensor) -> float:
-    """The RMS of the difference over that of `before`; infinities and NaN in the same places do not count."""
+    """Return the RMS of the difference over that of `before`; infinities and NaN in the same places do not count."""
     same = (before == after) | (torch.isnan(before) & torch.isnan(after))  # such as the infinities of a mask
     off = torch.where(same, 0.0, before.double() - after.double())
     size = float(torch.linalg.vector_norm(torch.where(torch.isfinite(before), before.double(), 0.0)))

@@ -1,7 +1,7 @@
 """Finds the modules that column factors can be folded into, exactly, by probing.
 
 SmoothQuant and AWQ multiply the columns of weights by factors s [K], so the input x has to be divided by s. That costs
-nothing where one module makes x, channel by channel, and nothing else sees it: that module's channels are divided once
+nothing if one module makes x, channel by channel, and nothing else sees it: that module's channels are divided once
 and for all. Names do not tell which module it is, so candidates are probed:
 
     multiply the channels of a candidate P by powers of two p [K], divide the columns of the group's weights by p
@@ -10,7 +10,7 @@ and for all. Names do not tell which module it is, so candidates are probed:
 
 Powers of two only move exponents, so every product and every sum inside the layer is what it was, unless another module
 sees P's output, or P's channels are mixed, permuted or bent on their way to the group: then bits change. (They also
-change where a value leaves the normal range of its dtype; such a fold is not used.)
+change if a value leaves the normal range of its dtype; such a fold is not used.)
 
 A module that the batches do not reach, such as an expert without a token, would not show. So a candidate is accepted
 only if dividing the group's columns alone changes the output, and if multiplying by p the columns of any other weight
@@ -59,17 +59,17 @@ class Producer:
 
     @property
     def channels(self) -> int:
-        """How many channels it makes."""
+        """Return how many channels it makes."""
         return self.weight.shape[0]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that scaling the channels changes."""
+        """Return everything that scaling the channels changes."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 def producers_of(layer: nn.Module) -> list[Producer]:
-    """All candidates in a layer, norms first. Call it while the layer's parameters are plain, full tensors.
+    """Return all candidates in a layer, norms first. Call it while the layer's parameters are plain, full tensors.
 
     A norm is any module with a 1-D weight. It is listed twice, as "norm" and as "offset"; at most one of them can pass.
     The caller must leave out parameters that modules outside the layer use too: no probe of this layer sees those.
@@ -77,7 +77,7 @@ def producers_of(layer: nn.Module) -> list[Producer]:
     norms, linears = [], []
     for name, module in plain_modules(layer):
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-        if weight is None or not _scalable(weight) or not (bias is None or _scalable(bias)):
+        if weight is None or not _is_scalable(weight) or not (bias is None or _is_scalable(bias)):
             continue
         if isinstance(module, nn.Linear):
             linears.append(Producer(name, "linear", weight, bias))
@@ -86,8 +86,8 @@ def producers_of(layer: nn.Module) -> list[Producer]:
     return [*norms, *linears]
 
 
-def _scalable(tensor: Tensor) -> bool:
-    """Whether powers of two scale it exactly: it is a plain dense tensor, neither quantized nor a DTensor."""
+def _is_scalable(tensor: Tensor) -> bool:
+    """Return whether powers of two scale it exactly: it is a plain dense tensor, neither quantized nor a DTensor."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in APPEARANCE_DTYPES
 
 
@@ -95,7 +95,7 @@ def _scalable(tensor: Tensor) -> bool:
 def propose(
     groups: Sequence[Sequence[str]], weights: Mapping[str, Tensor], producers: Sequence[Producer], run: RunLayer
 ) -> Tensor:
-    """What this rank's batches say about every group and candidate; no collective.
+    """Return what this rank's batches say about every group and candidate; no collective.
 
     Args:
         groups: names in `weights` of the linears that take the same input, one group each.
@@ -107,7 +107,7 @@ def propose(
             to run gets only NO.
 
     Returns:
-        int8 [groups, producers] of NO, YES and ABSTAIN. YES only where the fold was exact, and the batches reached
+        int8 [groups, producers] of NO, YES and ABSTAIN. YES only if the fold was exact, and the batches reached
         everything else that could take the producer's output. Reduce by MIN over ranks, then `choose`.
 
     Raises:
@@ -124,10 +124,12 @@ def propose(
 
 
 def choose(answers: Tensor, producers: Sequence[Producer]) -> dict[int, Producer]:
-    """Index of group -> producer: the first YES of each group in the order of `producers`; no module serves two."""
+    """Map each group's index to its producer: the first YES in the order of `producers`; no module serves two."""
     chosen: dict[int, Producer] = {}
     for j, producer in enumerate(producers):
         for i in range(answers.shape[0]):
+            # A norm is listed as two kinds, so its name and not the record tells whether it serves a
+            # group already.
             taken = i in chosen or any(producer.name == other.name for other in chosen.values())
             if int(answers[i, j]) == YES and not taken:
                 chosen[i] = producer
@@ -135,7 +137,7 @@ def choose(answers: Tensor, producers: Sequence[Producer]) -> dict[int, Producer
 
 
 def _worth_probing(group: Sequence[str], weights: Mapping[str, Tensor], producers: Sequence[Producer]) -> list[int]:
-    """Indices of the producers worth probing: every norm with K channels, and the nearest linears with K channels.
+    """Return the indices of producers worth probing: every norm with K channels, and the nearest linears with K.
 
     The nearest are those in the smallest module around the group that holds any. Names only save probes here: a layer
     with 128 experts would need 128 x 128.
@@ -143,7 +145,7 @@ def _worth_probing(group: Sequence[str], weights: Mapping[str, Tensor], producer
     widths = {name: weights[name].shape[-1] for name in group}
     if len(set(widths.values())) != 1:
         raise ValueError(f"the weights of a group must have the same number of columns, found {widths}")
-    if not all(_scalable(weights[name]) for name in group):
+    if not all(_is_scalable(weights[name]) for name in group):
         return []
     columns = next(iter(widths.values()))
     members = {id(weights[name]) for name in group}
@@ -173,7 +175,7 @@ class _Probing:
         self.seen: dict[tuple[str, ...], bool] = {}
 
     def answer(self, group: Sequence[str], producer: Producer) -> int:
-        """NO, YES or ABSTAIN."""
+        """Answer NO, YES or ABSTAIN."""
         if not self.plain:
             return ABSTAIN
         if not self.repeatable:
@@ -187,15 +189,18 @@ class _Probing:
     def _answer(self, group: Sequence[str], producer: Producer, before: Sequence[Tensor], state: str) -> int:
         probe = _probe(producer.channels, producer.weight.device)
         members = [self.weights[name] for name in group]
+        # If the group's columns leave the output as it is, no token came to it, and nothing could be proven
+        # by it.
         if not self._shows(members, 1 / probe, before, (state, *group)):
             return ABSTAIN
         changes = [(w, w * (1 / probe).to(w.dtype)) for w in members]
-        changes += [(t, _scaled_channels(producer, t, probe)) for t in producer.tensors]
+        changes += [(t, _scale_channels(producer, t, probe)) for t in producer.tensors]
+        # Both changes in one run: they cancel, bit for bit, if the fold is right.
         with _holding_values(changes):
             if not _same_bytes(before, self.run()):
                 return NO
         for name, weight in self.weights.items():
-            if name in group or weight.ndim < 2 or weight.shape[-1] != producer.channels or not _scalable(weight):
+            if name in group or weight.ndim < 2 or weight.shape[-1] != producer.channels or not _is_scalable(weight):
                 continue
             for e, single in enumerate(weight.unbind() if weight.ndim > 2 else [weight]):
                 if not self._shows([single], probe, before, (state, name, str(e))):
@@ -205,7 +210,8 @@ class _Probing:
     def _shows(
         self, weights: Sequence[Tensor], factors: Tensor, before: Sequence[Tensor], key: tuple[str, ...]
     ) -> bool:
-        """Whether scaling the columns of some weights alone changes the output."""
+        """Return whether scaling the columns of some weights alone changes the output."""
+        # Each answer costs a run of the layer, and several candidates ask the same.
         if key not in self.seen:
             with _holding_values([(w, w * factors.to(w.dtype)) for w in weights]):
                 self.seen[key] = not _same_bytes(before, self.run())
@@ -213,13 +219,13 @@ class _Probing:
 
 
 def _probe(channels: int, device: torch.device) -> Tensor:
-    """Powers of two from 1/2 to 4, in an order without a period that heads or shuffled channels could match."""
+    """Return powers of two from 1/2 to 4, in an order without a period that heads or shuffled channels could match."""
     mixed = (torch.arange(channels, dtype=torch.int64, device="cpu") * 2654435761) >> 13  # Knuth's multiplicative hash
     return torch.exp2((mixed % 4 - 1).float()).to(device)
 
 
-def _scaled_channels(producer: Producer, tensor: Tensor, factors: Tensor) -> Tensor:
-    """One of the producer's tensors as fp32 with its channels multiplied."""
+def _scale_channels(producer: Producer, tensor: Tensor, factors: Tensor) -> Tensor:
+    """Return one of the producer's tensors as fp32 with its channels multiplied."""
     spread = factors.reshape(-1, *[1] * (tensor.ndim - 1))
     if producer.kind == "offset" and tensor is producer.weight:
         return (1 + tensor.float()) * spread - 1
@@ -228,7 +234,7 @@ def _scaled_channels(producer: Producer, tensor: Tensor, factors: Tensor) -> Ten
 
 @contextmanager
 def _holding_values(changes: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Inside, the tensors hold the given values; afterwards, whatever happens, exactly the bytes they had before."""
+    """Inside, the tensors hold the given values; afterwards, whatever happens, they hold their old bytes."""
     saved = [(tensor, tensor.detach().clone()) for tensor, _ in changes]
     try:
         for tensor, value in changes:
@@ -240,12 +246,12 @@ def _holding_values(changes: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 def _copies(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, since the next run may write into the same buffers."""
+    """Copy outputs, since the next run may write into the same buffers."""
     return [output.detach().clone() for output in outputs]
 
 
 def _same_bytes(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    """Whether both hold the same bytes (a NaN equals itself, 0 and -0 differ)."""
+    """Return whether both hold the same bytes (a NaN equals itself, 0 and -0 differ)."""
     return len(left) == len(right) and all(
         a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
         for a, b in zip(left, right, strict=True)

@@ -7,6 +7,7 @@ statistics.
 """
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from fsdp_hooks.ranks.across_ranks import raise_together
 from layerwise.algorithms.algorithm import Group, Linear, Smoothing, upright
 from layerwise.algorithms.solvers.arithmetic import full_precision
-from layerwise.folding.folds import Fold, fold, scaled_amaxes, tolerance, verify_outputs
+from layerwise.folding.folds import Fold, fold, scale_amaxes, tolerance, verify_outputs
 from layerwise.folding.where_to_fold import where_to_fold
 from layerwise.formats.assignment import recipe_of
 from layerwise.inputs.replaying.replay import Replay
@@ -26,6 +27,8 @@ from layerwise.stages.sharing import naming, own_statistics, rounds_of
 from layerwise.stages.stage import Method, Pair, Stage
 from layerwise.stages.targets import agree_on_amaxes
 from layerwise.statistics.statistics import Facts, Statistics
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +84,14 @@ def smooth(stage: Stage, statistics: Statistics, method: Method, replay: Replay,
         for index, producer in found.items()
         if (smoothing := smoothings[index]) is not None
     }
+    if method.rank == 0:
+        LOG.debug("%s: factors for %d of %d inputs can be folded", stage.title, len(folds), len(facts))
     factors: dict[str, Tensor] = {}
     notes: dict[str, Mapping[str, float | str]] = {}
     now = list(facts)
     with raise_together(method.group):
         if folds:
+            # A layer may return the same buffers again, so these are clones.
             before = [leaf.clone() for leaf in run(0)] if len(replay) else []
             applied = fold(tuple(folds.values()))
             dtype = next(iter(folds.values())).weights[0].dtype
@@ -96,7 +102,7 @@ def smooth(stage: Stage, statistics: Statistics, method: Method, replay: Replay,
                 assert smoothing is not None
                 factors |= dict.fromkeys(own.names, given)
                 notes |= dict.fromkeys(own.names, smoothing.notes)
-                amax, column_amax = scaled_amaxes(own.column_amax, given)
+                amax, column_amax = scale_amaxes(own.column_amax, given)
                 now[index] = dataclasses.replace(own, amax=amax, column_amax=column_amax)
     tensors = {id(tensor) for one in folds.values() for tensor in one.producer.tensors}
     written = frozenset(name for name, param in stage.params().items() if id(param) in tensors) | factors.keys()
@@ -106,7 +112,7 @@ def smooth(stage: Stage, statistics: Statistics, method: Method, replay: Replay,
 def _smoothings(
     stage: Stage, indices: Sequence[int], statistics: Statistics, method: Method
 ) -> dict[int, Smoothing | None]:
-    """What the algorithm's `smooth` returns for some groups: each rank asks it for some, and all get the answers."""
+    """Ask the algorithm's `smooth` about some groups: each rank asks about a share, and all get the answers."""
     weights = {target.name: target.weight for target in stage.targets}
     amaxes = agree_on_amaxes(stage.targets, method.recipe)
     groups = [
@@ -116,6 +122,7 @@ def _smoothings(
     for turn in rounds_of(
         method, [(statistics.facts[i].tokens, group) for i, group in zip(indices, groups, strict=True)]
     ):
+        # They are kept, since decisions ask for the same totals later.
         inputs = own_statistics(method, turn, lambda place, owner: statistics.total(indices[place], owner, keep=True))
         with raise_together(method.group):
             for place in turn[method.rank]:
@@ -125,6 +132,7 @@ def _smoothings(
                     own[indices[place]] = method.algorithm.smooth(Group(linears, inputs.pop(place)), recipe)
     if method.group is None:
         return own
+    # A pickled tensor comes up on the device that it was sent from, which may be another rank's GPU.
     told = {index: one and dataclasses.replace(one, factors=one.factors.cpu()) for index, one in own.items()}
     everyone: list[Any] = [None] * method.group.size()
     dist.all_gather_object(everyone, told, group=method.group)

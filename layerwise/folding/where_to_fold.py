@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fsdp_hooks.ranks.across_ranks import raise_together
 from layerwise.folding.probing import Producer, choose, producers_of, propose
 from layerwise.stages.stage import Method, Stage
-from layerwise.stages.targets import stored_transposed
+from layerwise.stages.targets import is_stored_transposed
 
 PROBES = 2  # batches, over all ranks
 
@@ -32,7 +32,7 @@ def where_to_fold(
     *,
     identities: Sequence[int],
 ) -> dict[int, Producer]:
-    """The producer that each group's factors can be folded into, by index of the group, the same on all ranks.
+    """Return the producer that each group's factors can be folded into, by index of the group, the same on all ranks.
 
     Args:
         stage: held.
@@ -52,7 +52,7 @@ def where_to_fold(
     names = {index: tuple(name.removeprefix(stage.prefix) for name in linears) for index, linears in groups.items()}
     if pairs is not None:
         names = {index: linears for index, linears in names.items() if linears in {pair[0] for pair in pairs}}
-    batches = _probed_batches(identities, method.group)
+    batches = _choose_batches(identities, method.group)
     runs: list[Callable[[], list[Tensor]]] = [partial(run, batch) for batch in batches]
     answers = _answers(stage, list(names.values()), producers, runs or [list], method.group)
     indices = list(names)
@@ -66,7 +66,7 @@ def _answers(
     runs: Sequence[Callable[[], list[Tensor]]],
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """int8 [groups, producers]: the least answer over the probes of all ranks."""
+    """Return int8 [groups, producers]: the least answer over the probes of all ranks."""
     # Embeddings are left out: they are looked up in, not multiplied with, so changing their columns would show nothing.
     looked_up = {id(one.weight) for one in stage.everything() if isinstance(one, nn.Embedding)}
     # Probe aliases: what is put back must not count as written, or fp32 shards gathered in bf16 would lose bits.
@@ -76,7 +76,7 @@ def _answers(
         id(param)
         for one in stage.everything()
         for attribute, param in one._parameters.items()
-        if stored_transposed(one, attribute)
+        if is_stored_transposed(one, attribute)
     }
     everything = {
         name.removeprefix(stage.prefix): aliases[id(param)].mT if id(param) in turned else aliases[id(param)]
@@ -90,6 +90,7 @@ def _answers(
         for one in producers
     ]
     with raise_together(group):
+        # Each batch by itself, and the least answer: so it does not matter which rank has which of them.
         answers = torch.stack([propose(names, everything, probed, run) for run in runs]).amin(dim=0)
     if group is not None and answers.numel():
         shared = answers.int().to(stage.targets[0].param.device)
@@ -98,11 +99,12 @@ def _answers(
     return answers
 
 
-def _probed_batches(identities: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:
-    """Which of this rank's batches to probe: over all ranks, the PROBES batches of least identity.
+def _choose_batches(identities: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:
+    """Return which of this rank's batches to probe: over all ranks, the PROBES batches of least identity.
 
     Each is probed by itself, so that no answer depends on which of them are on the same rank.
     """
+    # By identity, and not by number: the same batches are probed whichever ranks have them.
     own = {value: batch for batch, value in enumerate(identities)}
     everyone: list[Any] = [sorted(own)[:PROBES]]
     if group is not None:

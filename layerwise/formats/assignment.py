@@ -67,11 +67,11 @@ class Assignment:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """The mean over all elements of the weights in `recipes`; None where it was written by hand."""
+        """Return the mean over all elements of the weights in `recipes`; None if it was written by hand."""
         return None if self.bits is None else self.bits / sum(group.weights for group in self.groups)
 
     def at(self, bits_per_weight: float) -> "Assignment":
-        """The assignment for another budget, from the same measurements.
+        """Return the assignment for another budget, from the same measurements.
 
         Raises:
             ValueError: the budget is no positive number that a float can hold, or below what the cheapest candidates
@@ -85,7 +85,7 @@ class Assignment:
         return assign(self.groups, bits_per_weight, "Assignment.at")
 
     def modules(self) -> dict[Recipe, list[str]]:
-        """Each recipe -> the fqns of the modules of its weights, as `quantize_(model, recipe, include=...)` takes them.
+        """Map each recipe to the fqns of its weights' modules, as `quantize_(model, recipe, include=...)` takes them.
 
         Experts in one parameter [E, N, K] are left out, which quantize_ does not know.
         """
@@ -96,7 +96,7 @@ class Assignment:
         return found
 
     def table(self) -> str:
-        """A line for each group, as text: its format, its bits, and its error in dB."""
+        """Return a line for each group, as text: its format, its bits, and its error in dB."""
         rows = []
         for group in self.groups:
             taken = next(one for one in group.candidates if one.recipe == self.recipes[group.names[0]])
@@ -107,12 +107,13 @@ class Assignment:
         return table(["weights", "format", "bits", "error dB"], rows, right=["bits", "error dB"])
 
     def to_json(self) -> dict[str, Any]:
-        """What decides bytes, as the fingerprint of a calibration compares it."""
+        """Return what decides bytes, as the fingerprint of a calibration compares it."""
         named = {name: recipe and recipe.to_json() for name, recipe in self.recipes.items()}
         return {**named, "type": type(self).__name__}
 
     def save(self, path: str | Path) -> Path:
         """Write everything to a JSON file; returns its path."""
+        # Each recipe stands in the file once; weights and candidates have its number.
         recipes = list(dict.fromkeys([*self.recipes.values(), *(c.recipe for g in self.groups for c in g.candidates)]))
         record = {
             "version": VERSION,
@@ -134,7 +135,7 @@ class Assignment:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """The assignment that `save` wrote. Raises ValueError, with the path, for anything else."""
+        """Return the assignment that `save` wrote. Raises ValueError, with the path, for anything else."""
         try:
             record = json.loads(Path(path).read_bytes())
             if record["version"] != VERSION:
@@ -161,17 +162,18 @@ Formats = Recipe | Assignment | Menu
 
 
 def recipe_of(formats: Formats, name: str) -> Recipe:
-    """The recipe of a weight, or of one of its linears, that is quantized."""
+    """Return the recipe of a weight, or of one of its linears, that is quantized."""
     if isinstance(formats, Recipe):
         return formats
     assert isinstance(formats, Assignment), "a menu has no recipe for a weight yet"
+    # Linears of experts have their number behind the name of their weight, and share its recipe.
     recipe = formats.recipes[re.sub(r"\[\d+\]$", "", name)]
     assert recipe is not None, f"{name} is not quantized"
     return recipe
 
 
 def all_recipes(formats: Formats) -> list[Recipe]:
-    """Each recipe once."""
+    """Return all recipes, each once."""
     if isinstance(formats, Recipe):
         return [formats]
     found: Sequence[Recipe | None] = [*formats.recipes.values()] if isinstance(formats, Assignment) else formats.recipes
@@ -179,7 +181,7 @@ def all_recipes(formats: Formats) -> list[Recipe]:
 
 
 def budget_of(bits_per_weight: float, weights: int, least: int, asked: str = "search_formats") -> int:
-    """The bits that so many elements may take.
+    """Return the bits that so many elements may take.
 
     Args:
         bits_per_weight: of each element, on average.
@@ -195,6 +197,7 @@ def budget_of(bits_per_weight: float, weights: int, least: int, asked: str = "se
         raise TypeError(f"{given}; expected a number, such as 5.0")
     if not 0 < bits_per_weight <= sys.float_info.max:  # an int may be larger
         raise ValueError(f"{given}; expected a positive number, such as 5.0")
+    # A float product may fall a bit short, and then the budget of the cheapest formats would refuse just these.
     budget = math.floor(Fraction(bits_per_weight) * weights)
     if budget < least:
         needed = math.ceil(Fraction(least, max(weights, 1)) * 10**4) / 10**4
@@ -206,7 +209,7 @@ def budget_of(bits_per_weight: float, weights: int, least: int, asked: str = "se
 
 
 def assign(groups: Sequence[LinearGroup], bits_per_weight: float, asked: str = "search_formats") -> Assignment:
-    """The assignment of least error within a budget. Raises as `budget_of` does, in the name of what was `asked`."""
+    """Return the assignment of least error within a budget. Raises as `budget_of` does, in the name `asked`."""
     weights = sum(group.weights for group in groups)
     least = sum(min(one.bits for one in group.candidates) for group in groups)
     choice = choose([group.candidates for group in groups], budget_of(bits_per_weight, weights, least, asked))

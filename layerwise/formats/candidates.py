@@ -11,7 +11,7 @@ The error of a linear on its inputs x, all batches of all ranks together, with Q
 Errors of different linears are added, so they need one unit. "relative" takes noise / signal. What a model computes
 does not change if a linear's output is multiplied by c and the next module divides by c (v_proj by o_proj, a linear by
 the norm behind it), so no order of linears may depend on c. The noise changes by c^2, and so does the signal: only
-functions of their ratio are left, and where errors are small and independent, energies add. "absolute" takes the noise
+functions of their ratio are left, and if errors are small and independent, energies add. "absolute" takes the noise
 alone.
 
 Experts of one role (all up_proj of a module) are one linear here: each token passes through some of them, so noise and
@@ -61,12 +61,13 @@ class Menu:
                 registered(recipe)
         if not any(self.recipes):
             raise ValueError("search_formats: recipes has no recipe; give some, such as [NVFP4BlockScaling(), None]")
+        # Recipes are compared by value, so equal ones that were built apart are found, too.
         twice = [recipe for number, recipe in enumerate(self.recipes) if recipe in self.recipes[:number]]
         if twice:
             raise ValueError(f"search_formats: recipes has {twice[0]} twice; give each recipe once")
 
     def to_json(self) -> dict[str, Any]:
-        """As a checkpoint's fingerprint compares it."""
+        """Return what a checkpoint's fingerprint compares."""
         return {"type": "Menu", "recipes": [recipe and recipe.to_json() for recipe in self.recipes]}
 
 
@@ -77,7 +78,7 @@ class Weight:
     Attributes:
         name: its fqn.
         shape: [N, K] or [E, N, K].
-        dtype: its own, which it keeps where no recipe is chosen.
+        dtype: its own, which it keeps if no recipe is chosen.
         linears: the names of its 2-D weights.
     """
 
@@ -92,10 +93,10 @@ class LinearErrors:
     """What was measured of one 2-D weight.
 
     Attributes:
-        name: fqn of the weight, with the number of the expert in brackets where it has several.
+        name: fqn of the weight, with the number of the expert in brackets if it has several.
         tokens: rows of its input, over all ranks.
-        signal: mean energy of a row of its output; where there are no tokens, the energy of the weight itself.
-        noise: the same of its error, for each recipe of the menu; None where the shape does not fit.
+        signal: mean energy of a row of its output; if there are no tokens, the energy of the weight itself.
+        noise: the same of its error, for each recipe of the menu; None if the shape does not fit.
     """
 
     name: str
@@ -153,7 +154,7 @@ class LinearGroup:
 
 
 def fits(shape: Sequence[int], recipe: Recipe | None) -> bool:
-    """Whether a weight of this shape can be quantized under a recipe."""
+    """Return whether a weight of this shape can be quantized under a recipe."""
     if recipe is None:
         return True
     try:
@@ -164,14 +165,14 @@ def fits(shape: Sequence[int], recipe: Recipe | None) -> bool:
 
 
 def bits_of(weight: Weight, recipe: Recipe | None) -> int:
-    """The bits of all parts of a weight, scales included."""
+    """Return the bits of all parts of a weight, scales included."""
     if recipe is None:
         return 8 * weight.dtype.itemsize * weight.shape.numel()
     return sum(8 * spec.dtype.itemsize * torch.Size(spec.shape(weight.shape)).numel() for spec in specs_of(recipe))
 
 
 def together(weights: Sequence[Weight]) -> list[list[Weight]]:
-    """The weights in groups that get one format, in the order of their first members."""
+    """Return the weights in groups that get one format, in the order of their first members."""
     groups: dict[object, list[Weight]] = {}
     for weight in weights:
         groups.setdefault(_group_key(weight), []).append(weight)
@@ -181,7 +182,7 @@ def together(weights: Sequence[Weight]) -> list[list[Weight]]:
 def candidates_of(
     weights: Sequence[Weight], menu: Menu, measured: Mapping[str, LinearErrors], compare: str = "relative"
 ) -> tuple[LinearGroup, ...]:
-    """All groups with their candidates.
+    """Return all groups with their candidates.
 
     Args:
         weights: in the model's order.
@@ -193,7 +194,7 @@ def candidates_of(
     for group in together(weights):
         candidates = [
             Candidate(recipe, sum(bits_of(one, recipe) for one in group), _error(group, place, measured, compare))
-            for place, recipe in _fitting(group, menu)
+            for place, recipe in _find_fitting(group, menu)
         ]
         names, elements = tuple(one.name for one in group), sum(one.shape.numel() for one in group)
         groups.append(LinearGroup(names, elements, tuple(candidates)))
@@ -201,14 +202,14 @@ def candidates_of(
 
 
 def least_bits(weights: Sequence[Weight], menu: Menu) -> int:
-    """The bits of all weights if each group takes as few as it can.
+    """Return the bits of all weights if each group takes as few as it can.
 
     Raises:
         ValueError: no recipe of the menu fits all weights of a group.
     """
     least = 0
     for group in together(weights):
-        fitting = _fitting(group, menu)
+        fitting = _find_fitting(group, menu)
         if not fitting:
             shapes = ", ".join(f"{weight.name} {tuple(weight.shape)}" for weight in group[:5])
             raise ValueError(
@@ -219,8 +220,8 @@ def least_bits(weights: Sequence[Weight], menu: Menu) -> int:
     return least
 
 
-def _fitting(group: Sequence[Weight], menu: Menu) -> list[tuple[int, Recipe | None]]:
-    """The recipes that fit all weights of a group, with their places in the menu."""
+def _find_fitting(group: Sequence[Weight], menu: Menu) -> list[tuple[int, Recipe | None]]:
+    """Return the recipes that fit all weights of a group, with their places in the menu."""
     return [(n, recipe) for n, recipe in enumerate(menu.recipes) if all(fits(one.shape, recipe) for one in group)]
 
 
@@ -231,17 +232,18 @@ def _group_key(weight: Weight) -> object:
     expert = _EXPERT.match(module)
     if expert:
         return "experts", expert[1]
+    # q, k and v, or gate and up, have one key: engines run them as one matrix.
     return fused_key(module) or module
 
 
 def _role(name: str) -> str:
-    """The name of a linear without the number of its expert."""
+    """Return the name of a linear without the number of its expert."""
     expert = _EXPERT.match(name)
     return f"{expert[1]}.*.{expert[2]}" if expert else re.sub(r"\[\d+\]$", "", name)
 
 
 def _error(group: Sequence[Weight], place: int, measured: Mapping[str, LinearErrors], compare: str) -> float:
-    """The error of a group under one recipe of the menu: the sum over its roles."""
+    """Return the error of a group under one recipe of the menu: the sum over its roles."""
     roles: dict[str, list[LinearErrors]] = {}
     for weight in group:
         for name in weight.linears:
@@ -251,6 +253,7 @@ def _error(group: Sequence[Weight], place: int, measured: Mapping[str, LinearErr
 
 def _role_error(linears: Sequence[LinearErrors], place: int, compare: str) -> float:
     tokens = sum(linear.tokens for linear in linears)
+    # Without any data all experts count alike; with data those count that tokens pass through.
     shares = [linear.tokens if tokens else 1 for linear in linears]
     noise = math.fsum(share * (linear.noise[place] or 0.0) for share, linear in zip(shares, linears, strict=True))
     signal = math.fsum(share * linear.signal for share, linear in zip(shares, linears, strict=True))

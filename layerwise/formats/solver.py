@@ -54,7 +54,7 @@ class _Step:
 
 
 def choose(groups: Sequence[Options], budget: int) -> Choice:
-    """The choice of least error, or nearly so, within a number of bits.
+    """Return the choice of least error, or nearly so, within a number of bits.
 
     Args:
         groups: the candidates of each, at least one; errors are finite.
@@ -72,16 +72,18 @@ def choose(groups: Sequence[Options], budget: int) -> Choice:
     for step in _steps(groups, [_hull(options, ladder) for options, ladder in zip(groups, ladders, strict=True)]):
         if step.bits > left and bound is None:
             bound = math.fsum([*_errors(groups, picked), -step.gain * (left / step.bits)])
+        # Behind a step that was too large, those of its own hull start from a candidate that was never taken.
         if step.bits <= left and picked[step.group] == step.before:
             picked[step.group] = step.after
             left -= step.bits
     left = _fill(groups, ladders, picked, left)
     error = math.fsum(_errors(groups, picked))
+    # Rounding of sums alone can put the bound above the error.
     return Choice(tuple(picked), budget - left, error, error if bound is None else min(bound, error))
 
 
 def frontier(options: Options) -> list[int]:
-    """The candidates worth taking, from the fewest bits on: none has fewer bits, or as many, and no larger error."""
+    """Return the candidates worth taking, from the fewest bits on: each further one has a smaller error."""
     kept: list[int] = []
     for one in sorted(range(len(options)), key=lambda one: (options[one].bits, options[one].error, one)):
         if not kept or options[one].error < options[kept[-1]].error:
@@ -90,7 +92,7 @@ def frontier(options: Options) -> list[int]:
 
 
 def _hull(options: Options, ladder: Sequence[int]) -> list[int]:
-    """The lower convex hull of a frontier: each step takes away less error per bit than the one before."""
+    """Return the lower convex hull of a frontier: each step takes away less error per bit than the one before."""
     hull: list[int] = []
     for one in ladder:
         while len(hull) > 1 and _slope(options, hull[-2], hull[-1]) <= _slope(options, hull[-2], one):
@@ -104,7 +106,7 @@ def _slope(options: Options, before: int, after: int) -> float:
 
 
 def _steps(groups: Sequence[Options], hulls: Sequence[Sequence[int]]) -> list[_Step]:
-    """The steps of all hulls, the most error per bit first; those of one hull stay in order."""
+    """Return the steps of all hulls, the most error per bit first; the steps of one hull stay in order."""
     steps = []
     for group, (options, hull) in enumerate(zip(groups, hulls, strict=True)):
         for before, after in pairwise(hull):

@@ -35,6 +35,7 @@ def check_agreed(group: dist.ProcessGroup | None, told: Mapping[str, Sequence[st
     """
     if group is None:
         return
+    # Digests first: a model has many names, and ranks nearly always agree.
     own = {what: xxhash.xxh3_64_intdigest(json.dumps(list(items)).encode()) for what, items in told.items()}
     everyone = on_all(group, lambda: own)
     what = next((what for what in told if len({theirs.get(what) for theirs in everyone}) > 1), None)
@@ -50,7 +51,7 @@ def check_agreed(group: dist.ProcessGroup | None, told: Mapping[str, Sequence[st
 
 
 def _first_difference(first: Sequence[str], own: Sequence[str]) -> str:
-    """The first item of `own` that differs from `first`, in words; "" where there is none."""
+    """Return the first item of `own` that differs from `first`, in words; "" if there is none."""
     for place in range(max(len(first), len(own))):
         theirs, mine = (items[place] if place < len(items) else None for items in (first, own))
         if theirs != mine:
@@ -68,6 +69,7 @@ def check_alike(stage: Stage, group: dist.ProcessGroup | None) -> None:
         return
     held = {name: _bytes_of(param) for name, param in stage.params().items()}
     held = {name: tensors for name, tensors in held.items() if tensors}
+    # One transfer to the host for all parameters.
     values = digests([*held.values()]).tolist() if held else []
     own = dict(zip(held, values, strict=True))
     total = xxhash.xxh3_64_intdigest(json.dumps(own).encode())
@@ -89,7 +91,7 @@ def check_alike(stage: Stage, group: dist.ProcessGroup | None) -> None:
 
 
 def _bytes_of(param: Tensor) -> tuple[Tensor, ...]:
-    """The plain tensors that a parameter is made of; none of a kind of tensor that is not known here."""
+    """Return the plain tensors that a parameter is made of; () for a class of tensor that is not known here."""
     value = param.detach()
     if isinstance(value, QuantizedTensor):
         return tuple(value.parts().values())

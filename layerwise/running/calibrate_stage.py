@@ -2,7 +2,7 @@
 
     statistics   every batch through the stage, its linears watched      (the outputs may be the next layer's inputs)
     agree        which linears share an input, over all ranks
-    smooth       column factors found and folded, where the algorithm has them and the layer allows it
+    smooth       column factors found and folded, if the algorithm has them and the layer allows it
     decide       each rank about some groups, whose statistics are reduced to it; all ranks get the quantized weights
     install      the quantized values in place of the weights            (outputs again, for the next layer, if asked)
 
@@ -12,6 +12,7 @@ weights before folding, and some were folded, every batch runs once more.
 Nothing in the loops over batches is collective, so ranks may have different numbers of them, or none.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ from layerwise.weights.rounding import put_values
 from layerwise.weights.snapshot import Snapshot
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
+LOG = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, eq=False)
 class Calibrated:
@@ -45,7 +48,7 @@ class Calibrated:
     Attributes:
         weights: name of a target -> its quantized weight.
         quantizers: name of a target -> the quantizer that fixed its scales.
-        input_amax: name of a target -> largest |input|, after folding; None where no token reached it.
+        input_amax: name of a target -> largest |input|, after folding; None if no token reached it.
         changed: other parameters that were changed, with their values while the stage is held.
         measured: the figures of a report.
         pairs: where column factors could go in the stage.
@@ -75,6 +78,7 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
         RuntimeError: weights were changed although the algorithm writes none, or were changed too late.
         NotImplementedError: an attention has no keys and values of its own to find scales for.
     """
+    # A callback may write from its first event on, so the bytes are taken before any is told.
     before = Snapshot(stage, watched=method.watched)
     tell("layer_start")
     tell("capture")
@@ -85,11 +89,15 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
     tell("calibrate")
     with raise_together(method.group):
         before.check_unwritten(method.algorithm)
+    # Unquantized outputs for the next layer were kept before this changes weights.
     smoothed = smooth(stage, statistics, method, replay, identities)
     yardstick.set_reference(collector, smoothed.factors)
     del collector
+    # Each rank decides about some groups only, and for all ranks: so all must hold the same weights by now.
     check_alike(stage, method.group)
-    if stage.attentions and not method.quantized_onward and (smoothed.written or before.written()):
+    if stage.attentions and not method.quantized_onward and (smoothed.written or before.find_writes()):
+        if method.rank == 0:
+            LOG.debug("%s: its batches run once more, since folding has changed keys and values", stage.title)
         caches = _watch_again(stage, replay, method)
     weights, quantizers, noted = decide(stage, replay, statistics, smoothed, method)
     with raise_together(method.group):
@@ -100,6 +108,7 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
     tell("write")
     onward = method.quantized_onward
     with raise_together(method.group), caches.watching() if onward else nullcontext():
+        # If the next layer gets unquantized outputs, one batch is enough, to compare outputs for the report.
         for batch in range(len(replay) if onward else min(1, len(replay))):
             output = replay.run(batch)
             yardstick.compare(batch, output)
@@ -110,7 +119,8 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
     measured = yardstick.make_figures(smoothed.facts, notes, stage.index if stage.name else None, method.group)
     with raise_together(method.group):
         installed.check_installed()
-    written = {*before.written(), *smoothed.written} - {target.name for target in stage.targets}
+    # Targets are in the result anyway, quantized; what else was written goes into it dense.
+    written = {*before.find_writes(), *smoothed.written} - {target.name for target in stage.targets}
     changed = {name: param.detach() for name, param in stage.params().items() if name in written}
     input_amax = _largest(stage.targets, smoothed.facts)
     return Calibrated(weights, quantizers, input_amax, changed, measured, smoothed.pairs, kv_amax)
@@ -119,12 +129,13 @@ def calibrate_stage(stage: Stage, replay: Replay, method: Method, tell: Callable
 def observe(
     stage: Stage, replay: Replay, method: Method, yardstick: Yardstick, caches: KeyValues
 ) -> tuple[Collector, list[int]]:
-    """Run every batch and watch its linears; also `caches`, unless those of the quantized stage count.
+    """Run every batch and watch its linears, and its caches unless the caches of the quantized stage count.
 
-    Where folds will be probed, also return an identity for each output.
-    An identity is a digest of all tensors of the output, the same for a batch on whichever rank it is.
+    If folds will be probed, also return an identity for each output: a digest of all its tensors, which is the same for
+    a batch on every rank.
     """
     algorithm = method.algorithm
+    # If only one Hessian fits into memory, each comes from a pass of its own later (`collect_again`).
     needs = needed_statistics(stage, method) - ({HESSIAN, CROSS} if algorithm.one_at_a_time else set())
     weights = {target.name: target.weight for target in stage.targets}
     collector = Collector(weights, needs, apart=stage.kinds(), blocks=stage.blocks)
@@ -138,6 +149,8 @@ def observe(
             yardstick.note(batch, output)
             if algorithm.smooths:
                 tensors = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+                # A tensor, and no number yet: reading it here would make the host wait for the device
+                # in every batch.
                 identities.append(digest(tensors) if tensors else 0)
             if not method.quantized_onward:
                 replay.keep(batch, output)
@@ -145,7 +158,7 @@ def observe(
 
 
 def _watch_again(stage: Stage, replay: Replay, method: Method) -> KeyValues:
-    """The keys and values of weights that have changed since the batches ran: factors of o_proj are in v_proj, say."""
+    """Watch keys and values again, since weights have changed: factors of o_proj are in v_proj, say."""
     caches = KeyValues(stage.attentions)
     with raise_together(method.group), caches.watching():
         for batch in range(len(replay)):
@@ -154,7 +167,7 @@ def _watch_again(stage: Stage, replay: Replay, method: Method) -> KeyValues:
 
 
 def _largest(targets: Sequence[Target], facts: Sequence[Facts]) -> dict[str, float | None]:
-    """The largest |input| of each target; None where no token reached it."""
+    """Return the largest |input| of each target; None if no token reached it."""
     amaxes = {name: float(one.amax) for one in facts if one.amax is not None for name in one.names}
     return {
         target.name: max((amaxes[name] for name in target.linears() if name in amaxes), default=None)

@@ -36,22 +36,24 @@ class Calibration(LayerwiseRun[StageOutcome]):
         """Calibrate a stage."""
         self.calibrated = calibrate_stage(stage, replay, self.method, tell)
         measured = self.calibrated.measured
+        # Under mixed precision the gathered weights have another dtype than the shards, which get the result's values
+        # then.
         self.installed = {target.name for target in stage.targets if target.param.dtype == target.dtype}
         self.tell_late(stage, "metrics", {"records": measured.records, "snr_db": measured.output_snr})
 
     def keep(self, stage: Stage) -> StageOutcome:
-        """Its result, which is in the shards then."""
+        """Return the stage's result; the shards hold it by then."""
         outcome = outcome_of(stage, self.calibrated, writes_weights=self.method.algorithm.writes_weights)
         del self.calibrated  # full tensors
         outcome.apply(stage, self.installed)
         return outcome
 
     def check_notes(self, window: Window) -> None:
-        """Look at the notes of results."""
+        """Check the notes of results."""
         check_notes(window, self.plan.stages)
 
     def restore(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[StageOutcome]:
-        """The results in a window."""
+        """Return the results in a window."""
         recipe, algorithm = self.method.recipe, self.method.algorithm
         noted = list(zip(self.plan.stages[window.first : window.last + 1], window.extra, strict=True))
         states = [placeholders(stage, recipe, note, writes_weights=algorithm.writes_weights) for stage, note in noted]
@@ -60,5 +62,7 @@ class Calibration(LayerwiseRun[StageOutcome]):
         for (stage, note), state in zip(noted, states, strict=True):
             outcomes.append(restore_outcome(stage, recipe, note, state, self.plan.weights))
             if algorithm.smooths:
+                # Later stages are probed only where the first of their kind could be folded, also if
+                # that was in an earlier run.
                 self.method.known.learn(stage, outcomes[-1].pairs)
         return outcomes

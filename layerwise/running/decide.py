@@ -8,6 +8,7 @@ So beside what it has collected, a rank holds the statistics of one round and qu
 the stage. The number of collectives follows from the groups, their shapes and the algorithm.
 """
 
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch import Tensor
 from fsdp_hooks.ranks.across_ranks import raise_together
 from layerwise.algorithms.algorithm import CROSS, Group, Inputs, Linear, upright
 from layerwise.algorithms.solvers.arithmetic import full_precision
-from layerwise.folding.folds import transformed
+from layerwise.folding.folds import transform_inputs
 from layerwise.folding.smoothing import Smoothed
 from layerwise.formats.assignment import recipe_of
 from layerwise.inputs.replaying.replay import Replay
@@ -32,13 +33,15 @@ from layerwise.statistics.partners import UnquantizedInputs
 from layerwise.statistics.statistics import Statistics
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
+LOG = logging.getLogger(__name__)
+
 Notes = dict[str, Mapping[str, float | str]]
 
 
 def decide(
     stage: Stage, replay: Replay, statistics: Statistics, smoothed: Smoothed, method: Method
 ) -> tuple[dict[str, QuantizedTensor], dict[str, dict[str, Tensor]], Notes]:
-    """The quantized weight and quantizer of every target, and the notes of every linear, the same on all ranks.
+    """Return the quantized weight and quantizer of every target, and the notes of every linear, the same on all ranks.
 
     Raises:
         Exception: of the algorithm, on all ranks; a note tells the linears.
@@ -54,7 +57,7 @@ def decide(
         if facts.tokens and method.algorithm.one_at_a_time:
             return collect_again(stage, replay, method, facts.names, owner)
         found, factors = statistics.total(index, owner), smoothed.factors.get(facts.names[0])
-        return found if found is None or factors is None else transformed(found, factors)
+        return found if found is None or factors is None else transform_inputs(found, factors)
 
     for turn in rounds_of(method, [(facts.tokens, groups[i]) for i, facts in enumerate(statistics.facts)]):
         inputs = own_statistics(method, turn, total)
@@ -62,18 +65,20 @@ def decide(
         with raise_together(method.group):
             for index in turn[method.rank]:
                 with naming(groups[index]):
+                    # Popped, so that a Hessian is freed before the next decision.
                     rounded |= _decide(Group(groups[index], inputs.pop(index)), method, notes)
         for owner, indices in enumerate(turn):
             exchange.take([linear.name for index in indices for linear in groups[index]], rounded, owner)
     if method.group is not None:
         everyone: list[Any] = [None] * method.group.size()
         dist.all_gather_object(everyone, notes, group=method.group)
+        # Every rank makes the whole report.
         notes = {name: found for theirs in everyone for name, found in theirs.items()}
     return *exchange.assemble(), notes
 
 
 def collect_again(stage: Stage, replay: Replay, method: Method, names: tuple[str, ...], owner: int) -> Inputs | None:
-    """The statistics of one group's input, from all batches once more, with its Hessian."""
+    """Return the statistics of one group's input, from all batches once more, with its Hessian."""
     collector = Collector(
         {target.name: target.weight for target in stage.targets},
         needed_statistics(stage, method),
@@ -82,6 +87,8 @@ def collect_again(stage: Stage, replay: Replay, method: Method, names: tuple[str
         blocks=stage.blocks,
     )
     partners = collector.partners()
+    if method.rank == 0:
+        LOG.debug("%s: its batches run once more, for the Hessian of %s", stage.title, names[0])
     with raise_together(method.group):
         for batch in range(len(replay)):
             if partners is not None and replay.reference is not None:
@@ -95,7 +102,7 @@ def collect_again(stage: Stage, replay: Replay, method: Method, names: tuple[str
 
 
 def needed_statistics(stage: Stage, method: Method) -> frozenset[str]:
-    """The statistics of a stage's inputs; in the first stage those of the unquantized model are the same."""
+    """Return the statistics of a stage's inputs; in the first stage those of the unquantized model are the same."""
     return method.algorithm.needs - (set() if stage.index else {CROSS})
 
 
@@ -114,8 +121,9 @@ def run_reference(replay: Replay, batch: int, partners: UnquantizedInputs | None
 
 
 def _decide(group: Group, method: Method, notes: Notes) -> dict[str, Entries]:
-    """Name of each linear -> its rounded weight; `notes` gets what its decision notes."""
+    """Map the name of each linear to its rounded weight; `notes` gets what its decision notes."""
     algorithm, names, live = method.algorithm, [linear.name for linear in group.linears], group.linears
+    # A weight that is stored transposed is a view; sums over its strides may have other last bits.
     group = replace(group, linears=upright(live))
     recipe = recipe_of(method.recipe, names[0])  # statistics keep linears of different recipes apart
     with full_precision(group.linears[0].weight.device):  # only the layer itself runs in the precision the user chose
@@ -129,6 +137,7 @@ def _decide(group: Group, method: Method, notes: Notes) -> dict[str, Entries]:
     for linear, held in zip(group.linears, live, strict=True):
         if method.watched and linear.weight is not held.weight:
             held.weight.copy_(linear.weight)  # if the algorithm wrote into the copy, that counts
+        # Popped, so that its dense values are freed once they are rounded.
         decision = decisions.pop(0)
         rounded[linear.name] = entries_of(linear.name, linear.weight, decision.weight, decision.quantizer, recipe)
         notes[linear.name] = decision.notes

@@ -49,16 +49,16 @@ class Measuring(Algorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the algorithm needs, and the Hessian; every input is that of the unquantized model."""
+        """Return what the algorithm needs, and the Hessian; every input is that of the unquantized model."""
         return (self.algorithm.needs | {HESSIAN}) - {CROSS}
 
     @property
     def one_at_a_time(self) -> bool:
-        """As the algorithm says."""
+        """Return what the algorithm says."""
         return self.algorithm.one_at_a_time
 
     def cost(self, rows: int, columns: int, tokens: int) -> float:
-        """Each recipe takes a decision and a product with the Hessian."""
+        """Return the cost of a decision and of a product with the Hessian, for each recipe."""
         return self.recipes * (self.algorithm.cost(rows, columns, tokens) + rows * columns**2)
 
 
@@ -69,27 +69,27 @@ class StageErrors:
     linears: tuple[LinearErrors, ...]
 
     def saved(self) -> Mapping[str, Tensor]:
-        """No tensors: a checkpoint's notes have it all."""
+        """Return no tensors: a checkpoint's notes have it all."""
         return {}
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Python's JSON brings floats back exactly."""
+        """Return the records; Python's JSON brings floats back exactly."""
         return [asdict(linear) for linear in self.linears]
 
     def drop_saved(self) -> Self:
-        """All of it."""
+        """Return all of it, which is small."""
         return self
 
     def apply(self, stage: Stage, /) -> None:
-        """The model stays as it is."""
+        """Do nothing: the model stays as it is."""
 
     def install(self, stage: Stage, /) -> None:
-        """The model stays as it is."""
+        """Do nothing: the model stays as it is."""
 
 
 @torch.no_grad()
 def measure_stage(stage: Stage, replay: Replay, method: Method, menu: Menu, tell: Callable[[str], None]) -> StageErrors:
-    """The errors of a stage whose weights are held, the same on all ranks.
+    """Return the errors of a stage whose weights are held, the same on all ranks.
 
     Args:
         stage: what is measured.
@@ -149,11 +149,12 @@ class _Option:
 
 
 def _measure(group: Group, options: Sequence[_Option], method: Method) -> dict[str, LinearErrors]:
-    """The errors of a group's linears."""
+    """Return the errors of a group's linears."""
     algorithm, inputs = method.algorithm, group.inputs
     assert isinstance(algorithm, Measuring)
     hessian = None if inputs is None else inputs.hessian
     with full_precision(group.linears[0].weight.device):
+        # Of copies, so that the bits do not depend on how FSDP has laid out the gathered weights.
         signal = {linear.name: _energy(_copy(linear.weight), hessian) for linear in group.linears}
         noise: dict[str, list[float | None]] = {linear.name: [] for linear in group.linears}
         for option in options:
@@ -166,6 +167,7 @@ def _measure(group: Group, options: Sequence[_Option], method: Method) -> dict[s
                 for one in group.linears
                 if one.name in option.amaxes
             )
+            # Linears that share an input may differ in shape, so a recipe may fit some of them only.
             own = _noise(Group(linears, inputs), option.recipe, algorithm.algorithm, hessian) if linears else {}
             for name, errors in noise.items():
                 errors.append(own.get(name))
@@ -174,7 +176,7 @@ def _measure(group: Group, options: Sequence[_Option], method: Method) -> dict[s
 
 
 def _noise(group: Group, recipe: Recipe, algorithm: Algorithm, hessian: Tensor | None) -> dict[str, float]:
-    """The noise of each linear under one recipe."""
+    """Return the noise of each linear under one recipe."""
     decisions = list(algorithm.decide(group, recipe))
     found = {}
     for linear, decision in zip(group.linears, decisions, strict=True):
@@ -186,12 +188,12 @@ def _noise(group: Group, recipe: Recipe, algorithm: Algorithm, hessian: Tensor |
 
 
 def _copy(weight: Tensor) -> Tensor:
-    """In fp32, and in memory of its own: kernels may add in another order where a tensor is aligned otherwise."""
+    """Copy to fp32, in memory of its own: kernels may add in another order if the alignment differs."""
     return weight.detach().to(torch.float32, copy=True)
 
 
 def _energy(weight: Tensor, hessian: Tensor | None) -> float:
-    """tr(W H W^T) of fp32 W [N, K], with H half of the fp32 `hessian` [K, K]; without one |W|^2."""
+    """Return tr(W H W^T) of fp32 W [N, K], with H half of the fp32 `hessian` [K, K]; |W|^2 without one."""
     energy = 0.0
     for rows in weight.split(max(PIECE // max(weight.shape[1], 1), 1)):
         seen = rows if hessian is None else rows @ hessian

@@ -26,7 +26,7 @@ QUANTIZER = "quantizer."
 def entries_of(
     name: str, weight: Tensor, decided: Tensor | None, quantizer: Mapping[str, Tensor], recipe: Recipe
 ) -> Entries:
-    """A weight [N, K], or the values decided in its place, rounded under a quantizer.
+    """Return a weight [N, K], or the values decided in its place, rounded under a quantizer.
 
     Raises:
         ValueError: the values or the quantizer do not fit the weight; names it.
@@ -73,6 +73,7 @@ class Exchange:
             for name in names:
                 self._put(name, own.pop(name))
             return
+        # Both sides make these from shapes, so that one broadcast is enough, without one for its size.
         layouts = [_layout(self._places[name][0].shape[-2:], recipe_of(self._recipe, name)) for name in names]
         here = self._group.rank() == owner
         if here:
@@ -88,12 +89,13 @@ class Exchange:
             arrived: Entries = {}
             for key, (shape, dtype) in kinds.items():
                 end = start + _nbytes(shape, dtype)
-                arrived[key] = message[start:end].clone().view(dtype).view(shape)  # a copy, to be aligned
+                # A copy, since a view of bytes as another dtype must be aligned to it.
+                arrived[key] = message[start:end].clone().view(dtype).view(shape)
                 start = end
             self._put(name, own.pop(name) if here else arrived)
 
     def assemble(self) -> tuple[dict[str, QuantizedTensor], dict[str, dict[str, Tensor]]]:
-        """The quantized weight and the quantizer of each target; call it once all linears are there.
+        """Return the quantized weight and the quantizer of each target; call it once all linears are there.
 
         Raises:
             ValueError: experts of one target came to different values of what they share.
@@ -125,7 +127,9 @@ class Exchange:
 
 
 def _common(target: Target, key: str, values: Tensor) -> Tensor:
-    """What all experts have; `values` [E]."""
+    """Return what all experts have; `values` [E]."""
+    # One tensor [E, N, K] has one such scale, and taking that of some expert would be silently wrong for the
+    # others.
     if not bool((values == values[0]).all()):
         raise ValueError(
             f"{target.name}: its experts came to different values of {key}, of which one tensor "
@@ -136,7 +140,8 @@ def _common(target: Target, key: str, values: Tensor) -> Tensor:
 
 @functools.cache
 def _layout(shape: torch.Size, recipe: Recipe) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The shape and dtype of every entry of a weight [N, K], in the order in which they travel."""
+    """Return the shape and dtype of every entry of a weight [N, K], in the order in which they travel."""
+    # Only the number of rows changes with N, so a few rows show the layout of any weight.
     few = torch.zeros((row_multiple(recipe), shape[1]), dtype=torch.float32, device="cpu")
     quantizer = format_of(recipe).quantizer(few, recipe, shared_amax(few, recipe))
     kinds = {spec.name: (torch.Size(spec.shape(shape)), spec.dtype) for spec in specs_of(recipe)}

@@ -2,7 +2,7 @@
 
     key in the cache = round(key / k_scale), FP8 E4M3      k_scale = amax / 448, values alike with v_scale
 
-The formula is that of `Float8CurrentScaling(granularity="tensor")`, and a scale is 1 where all of it is zero.
+The formula is that of `Float8CurrentScaling(granularity="tensor")`, and a scale is 1 if all of it is zero.
 """
 
 from collections.abc import Mapping
@@ -52,12 +52,12 @@ class KVCache:
             )
 
     def to_json(self) -> dict[str, str]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "granularity": self.granularity}
 
 
 def kv_scales(kv_cache: KVCache, amaxes: Mapping[str, Amaxes]) -> dict[str, Tensor]:
-    """`<attention>.k_scale` and `.v_scale` of each attention -> the scale, fp32 [] or [heads]."""
+    """Map `<attention>.k_scale` and `.v_scale` of each attention to the scale, fp32 [] or [heads]."""
     return {
         f"{fqn}.{what}_scale".lstrip("."): (
             torch.stack(list(map(_scale, own[what]))) if kv_cache.granularity == "head" else _scale(max(own[what]))
@@ -68,6 +68,7 @@ def kv_scales(kv_cache: KVCache, amaxes: Mapping[str, Amaxes]) -> dict[str, Tens
 
 
 def _scale(amax: float) -> Tensor:
-    """fp32 []."""
+    """Return fp32 []."""
+    # The format's own formula makes the scale; the row's values take no part, as the amax is given.
     row = torch.zeros(1, 1, dtype=torch.float32, device="cpu")
     return encode(row, FORMULA, torch.tensor(amax, dtype=torch.float32, device="cpu"))["scale"].reshape(())

@@ -17,7 +17,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")  # values that were round
 
 
 def check_notes(window: Window, stages: Sequence[Stage]) -> None:
-    """Raise ValueError where a window is not one of these stages, or its notes are not theirs."""
+    """Raise ValueError if a window is not one of these stages, or its notes are not theirs."""
     own, notes = stages[window.first : window.last + 1], window.extra
     if window.last >= len(stages):
         raise ValueError(f"there are {len(stages)} stages")
@@ -30,7 +30,7 @@ def check_notes(window: Window, stages: Sequence[Stage]) -> None:
 
 
 def _faults(note: Any, stage: Stage) -> Iterator[str]:
-    """What is wrong with the note of a stage, in words."""
+    """Yield what is wrong with the note of a stage, in words."""
     if type(note) is not dict or any(key not in note for key in KEYS):
         yield f"its note is {short(note)}, expected {', '.join(KEYS)}"
         return
@@ -62,6 +62,7 @@ def _strings(values: Any) -> bool:
 
 
 def _amount(value: Any) -> bool:
+    # Exact types: a bool is an int to `isinstance`.
     return value is None or type(value) in (int, float)
 
 
@@ -70,7 +71,7 @@ def _dtype(value: Any) -> bool:
 
 
 def _heads(value: Any) -> bool:
-    """Whether it holds a number for each head, as many for keys as for values."""
+    """Return whether it holds a number for each head, as many for keys as for values."""
     kinds = [value[what] for what in ("k", "v")] if type(value) is dict and value.keys() == {"k", "v"} else []
     numbers = all(type(heads) is list and heads and all(type(one) is float for one in heads) for heads in kinds)
     return bool(kinds) and numbers and len(kinds[0]) == len(kinds[1])

@@ -29,7 +29,7 @@ from layerwise.weights.shards import (
     empty_weight,
     home_of,
     keep_box,
-    kept_quantizer,
+    keep_quantizer,
     round_box,
     store_box,
 )
@@ -43,9 +43,9 @@ class StageOutcome:
 
     Attributes:
         weights: name of a target -> its quantized weight, in the layout of the parameter.
-        quantizers: name of a target -> what fixed its scales, in the same layout; empty where weights are saved.
+        quantizers: name of a target -> what fixed its scales, in the same layout; empty if weights are saved.
         dense: name of another parameter that was changed -> its new value, in the same layout.
-        input_amax: name of a target -> largest |input|; None where no token reached it.
+        input_amax: name of a target -> largest |input|; None if no token reached it.
         gathered: name of a target -> the dtype of the values that were rounded, which under mixed precision is not
             that of the parameter.
         measured: the figures of a report.
@@ -63,13 +63,15 @@ class StageOutcome:
     kv_amax: Mapping[str, Amaxes] = field(default_factory=dict)
 
     def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of it."""
+        """Return what a checkpoint holds of it."""
+        # Scales are enough: the payload is rounded again from weights that the fingerprint proves to be the
+        # same.
         if self.quantizers:
             return {f"{name}.{key}": value for name, own in self.quantizers.items() for key, value in own.items()}
         return {**self.weights, **self.dense}
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint notes beside it; Python's JSON brings floats back exactly."""
+        """Return what a checkpoint notes beside it; Python's JSON brings floats back exactly."""
         return {
             "dense": list(self.dense),
             "input_amax": dict(self.input_amax),
@@ -81,7 +83,7 @@ class StageOutcome:
         }
 
     def drop_saved(self) -> "StageOutcome":
-        """What is still needed of it when a checkpoint has it."""
+        """Return what is still needed of it when a checkpoint has it."""
         return replace(self, quantizers={})
 
     def apply(self, stage: Stage, installed: Container[str] = ()) -> None:
@@ -91,7 +93,11 @@ class StageOutcome:
         """
         for target in stage.targets:
             shard = local_of(target.param)
+            # FSDP has written what the gathered weights held into dense shards; quantized storage gets
+            # its bytes here.
             there = target.name in installed and not isinstance(shard, QuantizedTensor | HighPrecisionWeight)
+            # A model that is read from files stays on the meta device; the result holds its weights
+            # alone.
             if not target.param.is_meta and not there:
                 store_box(self.weights[target.name], target)
         params = stage.params()
@@ -110,19 +116,20 @@ class StageOutcome:
 
 
 def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) -> StageOutcome:
-    """This rank's rows of a stage's result. Call it once the stage is sharded again."""
+    """Cut this rank's box out of a stage's result. Call it once the stage is sharded again."""
     params = stage.params()
     return StageOutcome(
         weights={target.name: keep_box(calibrated.weights[target.name], target) for target in stage.targets},
         quantizers={}
         if writes_weights
         else {
-            target.name: kept_quantizer(
+            target.name: keep_quantizer(
                 calibrated.quantizers[target.name], target, calibrated.weights[target.name].recipe
             )
             for target in stage.targets
         },
         dense={
+            # The gathered values are in the shards by now, where the layout is right already.
             name: held if params[name].is_meta else params[name].detach().clone()
             for name, held in calibrated.changed.items()
         },
@@ -135,7 +142,7 @@ def outcome_of(stage: Stage, calibrated: Calibrated, *, writes_weights: bool) ->
 
 
 def placeholders(stage: Stage, recipe: Formats, note: Mapping[str, Any], *, writes_weights: bool) -> dict[str, Tensor]:
-    """Uninitialised tensors to load a stage's saved state into."""
+    """Return uninitialised tensors to load a stage's saved state into."""
     if not writes_weights:
         return {
             f"{target.name}.{key}": value
@@ -152,7 +159,7 @@ def placeholders(stage: Stage, recipe: Formats, note: Mapping[str, Any], *, writ
 def restore_outcome(
     stage: Stage, recipe: Formats, note: Mapping[str, Any], state: Mapping[str, Tensor], source: Weights
 ) -> StageOutcome:
-    """The outcome of a stage from its saved state.
+    """Return the outcome of a stage from its saved state.
 
     Args:
         stage: sharded, with the weights it had before the calibration.
@@ -171,6 +178,8 @@ def restore_outcome(
             quantizers[target.name] = own
             box = dense_box(target, source.read(target.param) if isinstance(source, OnDisk) else None)
             dense = box.to(getattr(torch, note["gathered"][target.name]))
+            # Under the saved scales each element is rounded by itself, so this gives the bytes of the
+            # first run on any ranks.
             weights[target.name] = round_box(dense, own, recipe_of(recipe, target.name), target)
     changed = {name: state[name] for name in note["dense"]}
     pairs = tuple((tuple(names), name, kind) for names, name, kind in note["pairs"])

@@ -107,12 +107,12 @@ class Options:
 
     @property
     def quantized_onward(self) -> bool:
-        """Whether a layer is calibrated on the outputs of the quantized layer before it."""
+        """Return whether a layer is calibrated on the outputs of the quantized layer before it."""
         return (self.layer_inputs or self.algorithm.layer_inputs) == "quantized"
 
     @property
     def paired(self) -> bool:
-        """Whether batches run through the layers of the unquantized model, too."""
+        """Return whether batches run through the layers of the unquantized model, too."""
         return CROSS in self.algorithm.needs
 
 
@@ -143,7 +143,7 @@ class CalibrationPlan:
     expert_parallel: bool = False
 
     def decides(self) -> dict[str, Any]:
-        """What decides the outcome, apart from weights, data, recipe and algorithm; json-able."""
+        """Return what decides the outcome, apart from weights, data, recipe and algorithm; json-able."""
         kv_cache, rotated = self.options.kv_cache, input_rotations(self.model)
         return {
             "stages": [stage.name for stage in self.stages],
@@ -156,7 +156,7 @@ class CalibrationPlan:
         }
 
     def told(self, *, checkpoint: bool) -> dict[str, list[str]]:
-        """What must be the same on all ranks, each item in words; `checkpoint`: there is a checkpoint_dir."""
+        """Return what must be the same on all ranks, each item in words; `checkpoint`: there is a checkpoint_dir."""
         decides, options = self.decides(), self.options
         text = {"recipe": json.dumps(options.recipe.to_json()), "algorithm": json.dumps(options.algorithm.to_json())}
         text |= {"inputs": decides["inputs"], "layer_inputs": decides["layer_inputs"]}
@@ -164,7 +164,8 @@ class CalibrationPlan:
         text |= {"input_rotations": json.dumps(decides.get("input_rotations"))}
         text |= {"save_every": str(options.save_every), "checkpoint_dir": "a checkpoint_dir" if checkpoint else "none"}
         named: list[tuple[str, Tensor]] = [*plain_parameters(self.model)]
-        if checkpoint:  # it holds digests of buffers, too
+        # A checkpoint holds digests of buffers, too, and reduces them by position.
+        if checkpoint:
             named += plain_buffers(self.model)
         return {
             "the options": [f"{name}={value}" for name, value in text.items()],
@@ -176,7 +177,7 @@ class CalibrationPlan:
         }
 
     def named_weights(self) -> dict[str, Tensor]:
-        """All parameters and buffers at rest, by fqn; those on disk are on the meta device."""
+        """Return all parameters and buffers at rest, by fqn; those on disk are on the meta device."""
         reshard_all(self.model)
         return {**dict(plain_parameters(self.model)), **dict(plain_buffers(self.model))}
 
@@ -191,7 +192,8 @@ def make_plan(  # noqa: PLR0913 - keyword-only
     group: dist.ProcessGroup | None,
     watched: bool,
 ) -> CalibrationPlan:
-    """The plan of a run; raises as `find_layers`, `find_targets` and `OnDisk` do, alike on all ranks."""
+    """Return the plan of a run; raises as `find_layers`, `find_targets` and `OnDisk` do, alike on all ranks."""
+    # What a forward has left gathered under a quantizing gather would be taken for quantized storage.
     reshard_all(model)
     _check_spanned(model, group)
     _warn_of_adapters(model)
@@ -201,6 +203,7 @@ def make_plan(  # noqa: PLR0913 - keyword-only
     for target in targets:
         check_cuts(target, None if isinstance(options.recipe, Menu) else recipe_of(options.recipe, target.name))
     uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
+    # A module in two layers would be quantized with the first of them, and then once more with the second.
     in_layers = Counter(id(child) for _, layer in named for child in layer.modules())
     for target in targets:
         if in_layers[id(target.owner)] > 1:
@@ -230,6 +233,8 @@ def make_plan(  # noqa: PLR0913 - keyword-only
         stages.append(outside)
     method = Method(options.algorithm, options.recipe, options.quantized_onward, group, watched)
     grouped = any(isinstance(module, FSDPModule) for module in model.modules())
+    # Weights of a layer without `fully_shard` of its own are in the root's group: FSDP gathers them with what is
+    # outside.
     whole = grouped and not all(isinstance(layer, FSDPModule) for layer in outside.without)
     weights = _weights_of(model, options)
     cut, shared_out = is_tensor_parallel(model), shares_out_experts(model)
@@ -248,7 +253,7 @@ def _warn_of_adapters(model: nn.Module) -> None:
 
 
 def _describe_placement(value: Tensor) -> str:
-    """How a parameter is cut over a mesh, in words."""
+    """Return how a parameter is cut over a mesh, in words."""
     return f" on {tuple(value.device_mesh.shape)} {value.placements}" if isinstance(value, DTensor) else ""
 
 
@@ -259,7 +264,7 @@ def _recipes(targets: Sequence[Target], recipe: Formats) -> tuple[Recipe, ...]:
 def _blocks_of(
     blocks: Sequence[ExpertBlock], targets: Sequence[Target], modules: AbstractSet[int]
 ) -> tuple[ExpertBlock, ...]:
-    """The blocks with experts among some targets; what is called with their tokens must be among the modules, too."""
+    """Return the blocks with experts among some targets; check that the modules hold what gets their tokens."""
     names = {name for target in targets for name in target.linears()}
     own = [block for block in blocks if any(not names.isdisjoint(expert.names) for expert in block.experts)]
     for block in own:
@@ -282,7 +287,8 @@ def _check_attentions(attentions: Mapping[str, nn.Module], in_layers: Mapping[in
 
 
 def _check_spanned(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError where ranks hold shards but are not in the group: they would decide differently, or hang."""
+    """Raise ValueError if ranks hold shards but are not in the group: they would decide differently, or hang."""
+    # Gathers run over the mesh, statistics over the group: a rank in one only would be waited for forever.
     own = {0} if group is None else set(dist.get_process_group_ranks(group))
     meshes: dict[Any, str] = {}
     for name, param in plain_parameters(model):
@@ -300,7 +306,7 @@ def _check_spanned(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 def _modules_shared(
     fqn: str, layer: nn.Module, uses: Mapping[int, int], in_layers: Mapping[int, int]
 ) -> frozenset[str]:
-    """Fqns of the layer's modules with parameters that are also registered outside of it."""
+    """Return the fqns of the layer's modules with parameters that are also registered outside of it."""
     inside = Counter(id(param) for module in layer.modules() for param in module._parameters.values())
     return frozenset(
         f"{fqn}.{name}".rstrip(".")

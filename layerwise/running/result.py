@@ -48,21 +48,21 @@ class CalibrationResult:
     _entries: Mapping[str, Tensor]
 
     def state_dict(self) -> dict[str, Any]:
-        """What was calibrated, by the fqns of the plain model (without steps into wrappers), and no adapters.
+        """Return what was calibrated, by the fqns of the plain model (without steps into wrappers), and no adapters.
 
-        It holds quantized weights (QuantizedTensor, or DTensors of them where the model is sharded), other parameters
+        It holds quantized weights (QuantizedTensor, or DTensors of them if the model is sharded), other parameters
         that the algorithm changed (norms that factors were folded into) or `rotate_` had written before (embeddings,
         norms, linears that stay dense; these are the model's own, not copies), and with inputs="static" also
         `<module>.input_scale`, fp32 [] (for experts [E, N, K] `<module>.<parameter>.input_scale`); with kv_cache
         also `<attention>.k_scale` and `.v_scale`, fp32 [], or [heads] for granularity="head". Save it with `dcp.save`
         and `QuantizedSavePlanner`. Of linears whose inputs are rotated at run time there is `<module>.input_rotation`,
-        uint8 [block], also where they stay dense.
+        uint8 [block], also if they stay dense.
         """
         return dict(self._entries)
 
 
 def result_of(plan: CalibrationPlan, outcomes: Sequence[StageOutcome], resumed: Sequence[int]) -> CalibrationResult:
-    """The result of all stages; an earlier run had finished those in `resumed`."""
+    """Return the result of all stages; an earlier run had finished those in `resumed`."""
     recipe, stages = plan.method.recipe, plan.stages
     assert not isinstance(recipe, Menu), "formats are chosen"
     entries: dict[str, Tensor] = {}
@@ -79,6 +79,7 @@ def result_of(plan: CalibrationPlan, outcomes: Sequence[StageOutcome], resumed: 
         if plan.options.kv_cache is not None:
             entries |= kv_scales(plan.options.kv_cache, outcome.kv_amax)
     for name, param in find_written(plan.model).items():
+        # What this calibration has made of a weight comes before what rotate_ has.
         entries.setdefault(name, param.detach())
     entries |= _markers(plan.model)
     report = Report(
@@ -95,7 +96,7 @@ def result_of(plan: CalibrationPlan, outcomes: Sequence[StageOutcome], resumed: 
 
 
 def _markers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of all linears whose inputs are rotated; of a model on the meta device they are made anew."""
+    """Return the buffers of all linears whose inputs are rotated; of a model on the meta device they are made anew."""
     found, buffers = {}, dict(plain_buffers(model))
     for module, block in input_rotations(model).items():
         name = f"{module}.{MARKER}".lstrip(".")
@@ -105,9 +106,9 @@ def _markers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _input_scale(outcome: StageOutcome, target: Target, stage: Stage, recipe: Recipe) -> Tensor:
-    """fp32 []: the tensor-wide scale that the recipe's formula makes of the largest |input|.
+    """Return fp32 []: the tensor-wide scale that the recipe's formula makes of the largest |input|.
 
-    Where no token reached the linear, the largest amax of linears of the same kind in its stage (other experts) is
+    If no token reached the linear, the largest amax of linears of the same kind in its stage (other experts) is
     taken, or else that of its weight.
     """
     amax = outcome.input_amax[target.name]
@@ -122,6 +123,7 @@ def _input_scale(outcome: StageOutcome, target: Target, stage: Stage, recipe: Re
         if isinstance(recipe, Float8CurrentScaling)
         else recipe
     )
+    # The format's own formula makes the scale; the row's values take no part, as the amax is given.
     row = torch.zeros(1, block_multiple(recipe), dtype=torch.float32, device="cpu")
     parts = encode(row, per_tensor, torch.tensor(amax, dtype=torch.float32, device="cpu"))
     return parts[tensor_wide(per_tensor) or "scale"].clone()

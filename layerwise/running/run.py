@@ -3,10 +3,11 @@
     batches -> fingerprint -> [resume] -> outside held: record -> each layer held: finish -> what is outside of them
 
 A stage that a checkpoint has is not finished again. Its batches only run once more, to make the inputs of the next
-stage: with the weights from before, or with its result, whichever the next stage is calibrated on; with both where
+stage: with the weights from before, or with its result, whichever the next stage is calibrated on; with both if
 inputs of the unquantized model are wanted, too. If the checkpoint has all stages, no batch runs.
 """
 
+import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -37,18 +38,20 @@ from layerwise.weights.hold import Sharded, working
 from layerwise.weights.on_disk import OnDisk
 from layerwise.weights.snapshot import Snapshot
 
+LOG = logging.getLogger(__name__)
+
 
 class Resumable(Protocol):
     """What a run keeps of a finished stage."""
 
     def saved(self) -> Mapping[str, Tensor]:
-        """The tensors that a checkpoint holds of it."""
+        """Return the tensors that a checkpoint holds of it."""
 
     def to_json(self) -> Any:
-        """What a checkpoint notes beside them."""
+        """Return what a checkpoint notes beside them."""
 
     def drop_saved(self) -> Self:
-        """What is still needed of it when a checkpoint has it."""
+        """Return what is still needed of it when a checkpoint has it."""
 
     def apply(self, stage: Stage, /) -> None:
         """Put it into the model; the stage is sharded."""
@@ -86,28 +89,31 @@ class LayerwiseRun(ABC, Generic[K]):
 
     @abstractmethod
     def keep(self, stage: Stage) -> K:
-        """What is kept of the stage that was finished last, which is sharded again."""
+        """Return what is kept of the stage that was finished last, which is sharded again."""
 
     @abstractmethod
     def check_notes(self, window: Window) -> None:
-        """Raise ValueError where what a checkpoint notes of some stages is not theirs."""
+        """Raise ValueError if what a checkpoint notes of some stages is not theirs."""
 
     @abstractmethod
     def restore(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[K]:
-        """What a checkpoint has of some stages."""
+        """Return what a checkpoint has of some stages."""
 
     def calibrate_stages(self, data: Any, directory: str | Path | None) -> None:
         """Go through all stages, from the first that `directory` does not have."""
         with set_eval_mode(self.plan.model), without_hooks(self.plan.model), ExitStack() as inputs:
+            # Before the first callback or gather: it has to be of the weights that the run was given.
             weights = {} if directory is None else self._digest()
             own = peers(self.plan.model) if self.plan.tensor_parallel else ()  # of weights at rest
             with self.outside:
-                if any_of(self.group, callable(data)):  # a rank without data may give none
+                # A function calls the model with what is outside of layers. A rank without data may give none.
+                if any_of(self.group, callable(data)):
                     self._hold_outside()
                 with raise_together(self.group):
-                    self.recorder = inputs.enter_context(self._recorded(data))
+                    self.recorder = inputs.enter_context(self._record_data(data))
                 if self.plan.tensor_parallel:
                     self.recorder.keep_only(shares(own, self.recorder.hashes(), self.group))
+                LOG.debug("%s: this rank has %d batches", caller(), len(self.recorder))
                 if self.plan.options.paired and len(self.plan.stages) > 1:
                     with raise_together(self.group):
                         self.reference = inputs.enter_context(self.recorder.twin())
@@ -116,6 +122,7 @@ class LayerwiseRun(ABC, Generic[K]):
                     self.checkpoint = CalibrationCheckpoint(directory, self.group)
                     self._resume(self.checkpoint, weights)
                 for stage in self.plan.stages if self.resumed < len(self.plan.stages) else ():
+                    self.observer.begin()
                     if stage.index < self.resumed:
                         self._take_finished(stage)
                     else:
@@ -125,8 +132,8 @@ class LayerwiseRun(ABC, Generic[K]):
             if self.checkpoint is not None and not self.finished:
                 self.checkpoint.mark_finished(self._digest())
 
-    def _recorded(self, data: Any) -> Recorder:
-        """A recorder that has taken in all data of this rank."""
+    def _record_data(self, data: Any) -> Recorder:
+        """Return a recorder that has taken in all data of this rank."""
         options = self.plan.options
         if not callable(data) and options.device is not None:
             data = batches_on(options.device, data)
@@ -134,7 +141,7 @@ class LayerwiseRun(ABC, Generic[K]):
         return Recorder(self.plan.model, layers, data, inputs_on=options.inputs_on)
 
     def check_data(self) -> None:
-        """Raise or warn where the outcome depends on batches and no rank has one."""
+        """Raise or warn if the outcome depends on batches and no rank has one."""
         if any_of(self.group, len(self.recorder) > 0):
             return
         if self.plan.options.inputs == "static":
@@ -170,6 +177,7 @@ class LayerwiseRun(ABC, Generic[K]):
 
     def _take_finished(self, stage: Stage) -> None:
         """Take a finished stage's turn: make its outputs, and put its result into the model."""
+        # Quantized outputs for the next stage are made with the result in the model, others before it is put there.
         outcome, first = self.outcomes[stage.index], self.method.quantized_onward
         if self.reference is not None:
             self._run_unquantized(stage)
@@ -198,13 +206,16 @@ class LayerwiseRun(ABC, Generic[K]):
             self._release_outside()
 
     def _begin(self, stage: Stage, turn: ExitStack) -> Replay:
-        """Record the stage's inputs where they are not known, then gather its weights. Returns what runs it."""
+        """Record the stage's inputs if they are not known, gather its weights, and return what runs it."""
         if self.plan.whole or not stage.name:
             self._hold_outside()
+        # It depends on each rank's batches, and holding the outside is a collective: one rank takes all with it.
         recorded = any_of(
             self.group, bool(stage.name) and any(one.needs_parent(stage.index) for one in self._recorders())
         )
         if recorded:
+            if self.observer.logs:
+                LOG.debug("%s: the model runs up to %s, to record its inputs", caller(), stage.name)
             self._hold_outside()
             with raise_together(self.group):
                 for recorder in self._recorders():
@@ -232,7 +243,7 @@ class LayerwiseRun(ABC, Generic[K]):
         return LayerReplay(self.recorder, stage, last=stage is self.plan.stages[-1], reference=self.reference)
 
     def _check_other_kinds(self) -> None:
-        """Look into the layers behind the first one, before anything is changed: those of a kind wait alike."""
+        """Check the layers behind the first one before anything is changed; one layer of each kind is enough."""
         for stage in find_other_kinds(self.plan.stages):
             with ExitStack() as turn:
                 self._hold(stage, turn)
@@ -241,7 +252,7 @@ class LayerwiseRun(ABC, Generic[K]):
                     check_kind(self.recorder, stage)
 
     def _recorders(self) -> list[Recorder]:
-        """Those of both models, or of one."""
+        """Return the recorders of both models, or of the one."""
         return [self.recorder] if self.reference is None else [self.recorder, self.reference]
 
     def _end(self, stage: Stage) -> None:
@@ -271,7 +282,8 @@ class LayerwiseRun(ABC, Generic[K]):
             self.observer.tell(Event(kind, stage.name, stage.index, len(self.plan.stages), data or {}))
 
     def tell_late(self, stage: Stage, kind: str, data: Mapping[str, Any] | None = None) -> None:
-        """Tell one event of a stage whose result is final; raises where a callback changes its weights."""
+        """Tell one event of a stage whose result is final; raises if a callback changes its weights."""
+        # What a callback writes now would be in the model and not in the result.
         before = Snapshot(stage, watched=self.method.watched)
         self._tell(stage, kind, data)
         with raise_together(self.group):
@@ -295,6 +307,9 @@ class LayerwiseRun(ABC, Generic[K]):
             ),
             check=self.check_notes,
         )
+        if self.observer.logs:
+            done, count = 0 if found is None else found.next_layer, len(self.plan.stages)
+            LOG.info("%s: %s has %d of %d stages", caller(), checkpoint.directory, done, count)
         if found is None:
             return
         self._release_outside()  # loaded tensors are laid out like the shards
@@ -303,6 +318,7 @@ class LayerwiseRun(ABC, Generic[K]):
             self.outcomes += self.restore(checkpoint, window)
         if self.resumed == len(self.plan.stages):
             for stage, outcome in zip(self.plan.stages, self.outcomes, strict=True):
+                self.observer.begin()
                 outcome.apply(stage)
                 self.tell_late(stage, "resumed")
                 self.observer.done()
@@ -323,11 +339,12 @@ class LayerwiseRun(ABC, Generic[K]):
                 names=[one.name for one in self.unsaved],
             )
             self.tell_late(stage, "checkpoint", {"directory": window.directory})
+        # The checkpoint has them; kept, they would pile up over all layers.
         self.outcomes[first:] = [outcome.drop_saved() for outcome in chosen]
         self.unsaved = []
 
     def _digest(self) -> dict[str, int]:
-        """The digests of the model's weights; call it while no stage is held."""
+        """Return the digests of the model's weights; call it while no stage is held."""
         weights = self.plan.weights
         read = weights.read if isinstance(weights, OnDisk) else None
         return weights_digest(self.plan.named_weights(), self.group, read)

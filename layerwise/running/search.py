@@ -24,7 +24,7 @@ class Search(LayerwiseRun[StageErrors]):
 
     @property
     def menu(self) -> Menu:
-        """The recipes to choose from."""
+        """Return the recipes to choose from."""
         recipe = self.method.recipe
         assert isinstance(recipe, Menu)
         return recipe
@@ -35,11 +35,11 @@ class Search(LayerwiseRun[StageErrors]):
         self.tell_late(stage, "metrics", {"errors": self.errors.linears})
 
     def keep(self, stage: Stage) -> StageErrors:
-        """Its errors."""
+        """Return its errors."""
         return self.errors
 
     def check_data(self) -> None:
-        """Warn where no rank has a batch."""
+        """Warn if no rank has a batch."""
         if not any_of(self.group, len(self.recorder) > 0):
             warnings.warn(
                 "search_formats: no rank has a batch (an iterator that is used up has none left), so the errors of the "
@@ -56,12 +56,13 @@ class Search(LayerwiseRun[StageErrors]):
             raise ValueError(f"the notes are {short(notes)}, expected a list of {len(stages)}")
         for stage, note in zip(stages, notes, strict=True):
             names = [name for target in stage.targets for name in target.linears()]
+            # Digests tell that a note is the one that was written, and not that this version of the library wrote it.
             whole = type(note) is list and all(_is_record(one, len(self.menu.recipes)) for one in note)
             if not whole or [one["name"] for one in note] != names:
                 raise ValueError(f"{stage.title}: its note is {short(note)}, expected the errors of its linears")
 
     def restore(self, checkpoint: CalibrationCheckpoint, window: Window) -> list[StageErrors]:
-        """The errors that a window notes."""
+        """Return the errors that a window notes."""
         return [
             StageErrors(tuple(LinearErrors(**{**one, "noise": tuple(one["noise"])}) for one in note))
             for note in window.extra

@@ -19,13 +19,13 @@ LATENT = ("kv_b_proj", "kv_a_proj_with_mqa")  # linears of multi-head latent att
 
 
 def cache_argument(module: nn.Module) -> tuple[int, str] | None:
-    """Position and name of the argument of its forward that takes a cache; None where there is none."""
+    """Return the position and the name of the argument of a forward that takes a cache; None if none does."""
     names = list(inspect.signature(module.forward).parameters)
     return next(((place, name) for place, name in enumerate(names) if name in CACHES), None)
 
 
 def find_attentions(model: nn.Module) -> dict[str, nn.Module]:
-    """Fqn -> attention, in the order of the module tree.
+    """Map fqns to attentions, in the order of the module tree.
 
     Raises:
         ValueError: there is none, or the cache of one holds something else in an engine than in the model.

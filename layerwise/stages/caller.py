@@ -22,5 +22,5 @@ def calling(name: str) -> Iterator[None]:
 
 
 def caller() -> str:
-    """The function that was called; `calibrate` where none has said so, as in checks of a config."""
+    """Return the function that was called; `calibrate` if none has said so, as in checks of a config."""
     return _CALLER.get()

@@ -4,7 +4,7 @@
     expert parallelism    shares experts out: cuts [E, N, K] along E, between ranks that get batches of their own
 
 Experts often lie on a mesh of their own, on which FSDP has fewer ranks than for all else. What counts is the parameter:
-a dim of its mesh that cuts it along E is one of expert parallelism. Where the same dim cuts other weights, too, the
+a dim of its mesh that cuts it along E is one of expert parallelism. If the same dim cuts other weights, too, the
 ranks along it get the same batches (tensor_parallel.py).
 """
 
@@ -35,29 +35,31 @@ class ParameterCut:
 
 
 def cuts(model: nn.Module) -> Iterator[ParameterCut]:
-    """The cuts of all parameters that are DTensors, each parameter once."""
+    """Yield the cuts of all parameters that are DTensors, each parameter once."""
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
     sharded = {(id(owner), name) for group in groups for owner, name in managed(group)}
     seen: set[int] = set()
     for owner in model.modules():
         params: Sequence[tuple[str, Any]] = [*owner._parameters.items()]
         for name, param in params:
+            # Tied parameters are registered more than once.
             if not isinstance(param, DTensor) or id(param) in seen:
                 continue
             seen.add(id(param))
             holds = _holds_experts(owner, param)
             dims = _dims_beside_fsdp(param, fsdp=(id(owner), name) in sharded)
+            # Dim 0 of [E, N, K] runs over the experts.
             experts = tuple(dim for dim in dims if holds and getattr(param.placements[dim], "dim", None) == 0)
             yield ParameterCut(param, tuple(dim for dim in dims if dim not in experts), experts)
 
 
 def shares_out_experts(model: nn.Module) -> bool:
-    """Whether some ranks have other experts than others, beside FSDP; the same on all ranks."""
+    """Return whether ranks hold different experts, beside FSDP; the same answer on all ranks."""
     return any(cut.experts for cut in cuts(model))
 
 
 def _holds_experts(owner: nn.Module, param: DTensor) -> bool:
-    """Whether it is a weight [E, N, K], or has as many entries as one beside it (the biases of experts, [E, N]).
+    """Return whether it is a weight [E, N, K], or has as many entries as one beside it (the biases of experts, [E, N]).
 
     Weights of convolutions look like it; what follows from it (a forward more) does them no harm.
     """
@@ -66,9 +68,9 @@ def _holds_experts(owner: nn.Module, param: DTensor) -> bool:
 
 
 def _dims_beside_fsdp(param: DTensor, *, fsdp: bool) -> list[int]:
-    """The mesh dims that cut a parameter at rest, without those of FSDP.
+    """Return the mesh dims that cut a parameter at rest, without those of FSDP.
 
-    FSDP comes first in a mesh, with one dim, or with two where the first is replicated (HSDP).
+    FSDP comes first in a mesh, with one dim, or with two if the first is replicated (HSDP).
     """
     placements: Sequence[Any] = param.placements
     hybrid = len(placements) > 1 and isinstance(placements[0], Replicate)

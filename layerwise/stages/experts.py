@@ -59,12 +59,12 @@ class ExpertBlock:
 
     @property
     def stacked(self) -> bool:
-        """Whether its experts are in one parameter."""
+        """Return whether its experts are in one parameter."""
         return self.experts[0].module is None
 
 
 def find_blocks(model: nn.Module, targets: Sequence[Target]) -> list[ExpertBlock]:
-    """The blocks with experts to quantize, in the order of the module tree.
+    """Return the blocks with experts to quantize, in the order of the module tree.
 
     Raises:
         ValueError: there is none.
@@ -74,6 +74,7 @@ def find_blocks(model: nn.Module, targets: Sequence[Target]) -> list[ExpertBlock
     lists = list(_lists(model))
     owned = {id(inner) for block in lists for inner in modules[block].modules()}
     blocks = [_list_block(modules, name, targets) for name in lists]
+    # Experts in a list may themselves hold parameters [E, N, K]; these belong to the list's block.
     stacked = {target.module_name: target.owner for target in targets if len(target.shape) == 3}
     blocks += [_stacked_block(name, owner, targets) for name, owner in stacked.items() if id(owner) not in owned]
     places = {name: place for place, name in enumerate(modules)}
@@ -87,7 +88,7 @@ def find_blocks(model: nn.Module, targets: Sequence[Target]) -> list[ExpertBlock
 
 
 def _lists(model: nn.Module) -> Iterator[str]:
-    """The outermost lists of experts."""
+    """Yield the names of the outermost lists of experts."""
     inside: set[int] = set()
     for fqn, module in plain_modules(model):
         if isinstance(module, LISTS) and "expert" in fqn.rpartition(".")[2].lower() and id(module) not in inside:
@@ -107,6 +108,7 @@ def _list_block(modules: Mapping[str, nn.Module], name: str, targets: Sequence[T
             _check_one_argument(fqn, module)
             experts.append(Expert(number, fqn, names, module, _columns(module, owned)))
     around, called = name, found
+    # Nobody calls a list: the tokens come to the nearest module around it that has a forward.
     while around and isinstance(called, LISTS) and type(called).forward in [one.forward for one in LISTS]:
         around = around.rpartition(".")[0]
         called = modules[around]
@@ -114,8 +116,9 @@ def _list_block(modules: Mapping[str, nn.Module], name: str, targets: Sequence[T
 
 
 def _columns(module: nn.Module, targets: Sequence[Target]) -> frozenset[int]:
-    """What the tokens of an expert may have: the K of its targets, or any size of a weight that is none of them."""
+    """Return how many columns an expert's tokens may have: K of its targets, or any size of its other weights."""
     known = {id(target.param) for target in targets}
+    # Which side of an unknown weight takes tokens is not known, so either size may be theirs.
     others = [param for param in module.parameters() if param.ndim > 1 and id(param) not in known]
     return frozenset({target.shape[-1] for target in targets} | {size for param in others for size in param.shape})
 

@@ -17,7 +17,7 @@ LISTS = (nn.ModuleList, nn.Sequential)
 def find_layers(
     model: nn.Module, layers: str | nn.Module | Iterable[str | nn.Module] | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """The layers of a model, in the order in which they are called.
+    """Return the layers of a model, in the order in which they are called.
 
     Args:
         model: the whole model.
@@ -25,7 +25,7 @@ def find_layers(
             count), a module of the model. A module list stands for its children.
 
     Returns:
-        (fqn, layer) pairs; none where `layers` is None and the model holds no module list.
+        (fqn, layer) pairs; none if `layers` is None and the model holds no module list.
 
     Raises:
         ValueError: something is not in the model, or one layer is inside another.
@@ -52,6 +52,7 @@ def _outermost_lists(model: nn.Module) -> dict[str, nn.Module]:
     for fqn, module in plain_modules(model):
         if isinstance(module, LISTS) and module not in inside:
             inside |= set(module.modules())
+            # A list that holds no parameters (of activations, say) has nothing to calibrate.
             if _numel(module):
                 found[fqn] = module
     return found
@@ -84,11 +85,12 @@ def _matches(model: nn.Module, fqns: dict[nn.Module, str], wanted: object) -> li
     matching = {fqn: module for fqn, module in outermost.items() if matches(fqn, [wanted])}
     if not matching:
         raise ValueError(f"layers: {wanted!r} matches no module of the model; {_what_there_is(model)}")
+    # `layers.*` matches what is inside of the layers, too, and no layer may be inside of another.
     return [module for fqn, module in matching.items() if not any(outer in matching for outer in _outside(fqn))]
 
 
 def _outside(fqn: str) -> list[str]:
-    """The fqns of all modules around this one, without the model itself (a pattern like * means its children)."""
+    """Return the fqns of all modules around this one but the model (a pattern like * means its children)."""
     steps = fqn.split(".")
     return [".".join(steps[:count]) for count in range(1, len(steps))]
 

@@ -23,19 +23,20 @@ Round = Sequence[Sequence[int]]  # for each rank the indices of its groups
 
 
 def rounds_of(method: Method, groups: Sequence[tuple[int, Sequence[Linear]]]) -> list[Round]:
-    """The rounds of some groups, each given as the tokens of its input and its linears."""
+    """Return the rounds of some groups, each given as the tokens of its input and its linears."""
     costs, sizes = [], []
     for tokens, linears in groups:
         rows, columns = sum(len(one.weight) for one in linears), linears[0].weight.shape[1]
         matrices = len(method.algorithm.needs & {HESSIAN, CROSS}) if tokens else 0
         costs.append(method.algorithm.cost(rows, columns, tokens))
+        # Bytes that a group takes on its owner: its weights in fp32, and matrices that are summed in fp64.
         sizes.append(4 * rows * columns + matrices * 8 * columns**2)
-    shares = shared(costs, method.ranks)
+    shares = share_out(costs, method.ranks)
     return [list(turn) for turn in zip_longest(*(_pieces(own, sizes, costs) for own in shares), fillvalue=())]
 
 
 def own_statistics(method: Method, turn: Round, total: Callable[[int, int], Inputs | None]) -> dict[int, Inputs | None]:
-    """The statistics of the groups that this rank has in a round. Call it on all ranks alike.
+    """Return the statistics of the groups that this rank has in a round. Call it on all ranks alike.
 
     Args:
         method: has the ranks.
@@ -45,16 +46,18 @@ def own_statistics(method: Method, turn: Round, total: Callable[[int, int], Inpu
     own: dict[int, Inputs | None] = {}
     for owner, indices in enumerate(turn):
         for index in indices:
+            # A collective, so all ranks ask for all groups, in one order, whoever gets the total.
             found = total(index, owner)
             if owner == method.rank:
                 own[index] = found
     return own
 
 
-def shared(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """The indices that each rank takes, the longest first."""
+def share_out(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Share the indices out to the ranks, the longest first."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
+    # The index decides ties: without a word between them, all ranks must come to the same shares.
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         rank = loads.index(min(loads))
         shares[rank].append(index)
@@ -63,7 +66,7 @@ def shared(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def _pieces(indices: Sequence[int], *amounts: Sequence[float]) -> Iterator[list[int]]:
-    """The indices in order, in lists that together have no more of each amount than the index that has most of it."""
+    """Cut the indices into lists, in order; no list has more of an amount than the index that has most of it."""
     most = [max(amount, default=0) for amount in amounts]
     piece: list[int] = []
     held: list[float] = []
@@ -81,7 +84,7 @@ def _pieces(indices: Sequence[int], *amounts: Sequence[float]) -> Iterator[list[
 
 @contextmanager
 def naming(linears: Sequence[Linear]) -> Iterator[None]:
-    """What is raised inside gets a note that names the linears."""
+    """Inside, what is raised gets a note that names the linears."""
     try:
         yield
     except BaseException as error:

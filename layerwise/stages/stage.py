@@ -1,7 +1,7 @@
 """The stages that a run goes through, and the method that calibrates each of them.
 
-A stage is what is held at once: a layer, or all that is outside of the layers. Stages of one kind are built alike:
-where column factors could go in the first of them, and only there, the others are probed.
+A stage is what is held at once: a layer, or all that is outside of the layers. Stages of one kind are built alike: the
+first is probed for places where column factors can go, and later ones at these places only.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,31 +49,31 @@ class Stage:
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
+        """Return its name in messages."""
         return self.name or "the model"
 
     @property
     def prefix(self) -> str:
-        """The beginning of its parameters' fqns."""
+        """Return the beginning of its parameters' fqns."""
         return f"{self.name}." if self.name else ""
 
     def modules(self) -> dict[str, nn.Module]:
-        """Plain fqn in the stage -> module, in the order of the tree; adapters are among them, and wrappers are not."""
+        """Map plain fqns in the stage to modules, in the order of the tree, with adapters and without wrappers."""
         return dict(self.placed())
 
     def everything(self) -> list[nn.Module]:
-        """All its modules: wrappers, too, which FSDP may have sharded."""
+        """Return all its modules: wrappers, too, which FSDP may have sharded."""
         return [module for _, module in self.placed()]
 
     def placed(self) -> Iterator[tuple[str, nn.Module]]:
-        """Plain fqn in the stage and module; a wrapper comes before what it wraps, under the same name."""
+        """Yield plain fqns in the stage and modules; a wrapper comes before what it wraps, under one name."""
         left_out = {id(child) for layer in self.without for child in layer.modules()}
         for fqn, child in plain_modules(self.module, adapters=True):
             if id(child) not in left_out:
                 yield fqn, child
 
     def params(self) -> dict[str, Tensor]:
-        """Fqn in the model -> parameter, as it stands."""
+        """Map fqns in the model to parameters, as they stand."""
         return {
             ".".join(filter(None, (self.name, fqn, attribute))): param
             for fqn, child in self.placed()
@@ -82,7 +82,7 @@ class Stage:
         }
 
     def kind(self) -> Any:
-        """Equal for stages that are built and quantized alike: class, names and shapes of parameters, targets."""
+        """Return what is equal for stages that are built and quantized alike: class, parameters, targets, recipes."""
         shapes = tuple((name.removeprefix(self.prefix), tuple(param.shape)) for name, param in self.params().items())
         return (
             type(unwrap(self.module)),
@@ -92,7 +92,7 @@ class Stage:
         )
 
     def kinds(self) -> dict[str, Recipe]:
-        """Name of a target -> its recipe, as far as it is known."""
+        """Map names of targets to their recipes, as far as these are known."""
         return dict(zip((target.name for target in self.targets), self.recipes, strict=False))
 
 
@@ -106,11 +106,12 @@ class KnownPairs:
         self._pairs: dict[Any, tuple[Pair, ...]] = {}
 
     def of(self, stage: Stage) -> tuple[Pair, ...] | None:
-        """What is known of stages of this kind; None where this is the first."""
+        """Return what is known of stages of this kind; None if this is the first."""
         return self._pairs.get(stage.kind())
 
     def learn(self, stage: Stage, pairs: Iterable[Pair]) -> None:
         """Remember what the first stage of its kind has shown."""
+        # The first stage of a kind counts, so that a resumed run probes what an uninterrupted one would.
         self._pairs.setdefault(stage.kind(), tuple(pairs))
 
 
@@ -136,10 +137,10 @@ class Method:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the work."""
+        """Return how many ranks share the work."""
         return 1 if self.group is None else self.group.size()
 
     @property
     def rank(self) -> int:
-        """This one's number among them."""
+        """Return this rank's number among them."""
         return 0 if self.group is None else self.group.rank()

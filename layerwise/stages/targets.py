@@ -58,47 +58,47 @@ class Target:
 
     @property
     def param(self) -> nn.Parameter:
-        """The parameter at this moment: a shard, a gathered weight or a working copy."""
+        """Return the parameter at this moment: a shard, a gathered weight or a working copy."""
         param = self.owner._parameters[self.attribute]
         assert param is not None
         return param
 
     @property
     def weight(self) -> Tensor:
-        """Its linears [N, K] or [E, N, K] at this moment, aliased; a transposed view of a transposed parameter."""
+        """Return its linears [N, K] or [E, N, K] at this moment, aliased; a view of a transposed parameter."""
         held = self.param.data
         return held.mT if self.transposed else held
 
     @property
     def experts(self) -> int:
-        """How many experts it holds; 1 for a 2-D weight."""
+        """Return how many experts it holds; 1 for a 2-D weight."""
         return self.shape[0] if len(self.shape) == 3 else 1
 
     def linears(self) -> tuple[str, ...]:
-        """The names of its 2-D weights, as statistics and reports use them."""
+        """Return the names of its 2-D weights, as statistics and reports use them."""
         return linear_names(self.name, self.shape)
 
     def matrices(self) -> Iterable[tuple[str, Tensor]]:
-        """(name, [N, K]) of its 2-D weights at this moment, aliased."""
+        """Return the name and the [N, K] of each of its 2-D weights at this moment, aliased."""
         weight = self.weight
         return zip(self.linears(), weight.unbind(0) if weight.ndim == 3 else (weight,), strict=True)
 
 
 def linear_names(fqn: str, shape: Sequence[int]) -> tuple[str, ...]:
-    """The names of a weight's linears: its fqn, with the number of the expert in brackets for a 3-D weight."""
+    """Return the names of a weight's linears: its fqn, for a 3-D weight with the number of the expert in brackets."""
     return (fqn,) if len(shape) == 2 else tuple(f"{fqn}[{expert}]" for expert in range(shape[0]))
 
 
 def find_targets(
     model: nn.Module, recipe: Formats, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
 ) -> list[Target]:
-    """The targets of a model, in the model's order; weights that are tied to others are left out.
+    """Return the targets of a model, in the model's order; weights that are tied to others are left out.
 
     Args:
         model: sharded or not.
         recipe: how they will be quantized; what an assignment leaves dense, or does not name, is no target.
         include: globs over module fqns; every one must match a module with a weight to quantize. Routers, which choose
-            experts (qtensor/model/routers.py), are taken where a pattern matches nothing else.
+            experts (qtensor/model/routers.py), are taken if a pattern matches nothing else.
         exclude: globs over the fqns of modules to leave out; one that matches nothing warns.
 
     Raises:
@@ -114,7 +114,9 @@ def find_targets(
                 f"{caller()}: Float8DelayedScaling takes its scales from training steps; calibrate with "
                 "Float8CurrentScaling"
             )
-    candidates = _quantizable(model)
+    candidates = _find_quantizable(model)
+    # A weight that is registered twice is used in another way elsewhere (an embedding looks its rows up), where
+    # its quantized values would count, too.
     uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
     free = {name for name, target in candidates.items() if uses[id(target.param)] == 1}
     modules = {candidates[name].module_name for name in candidates}
@@ -148,7 +150,7 @@ def find_targets(
 
 
 def agree_on_amaxes(targets: Iterable[Target], recipe: Formats) -> dict[str, Tensor | None]:
-    """The amax of every 2-D weight's shared scale, agreed between the weights that share it.
+    """Return the amax of every 2-D weight's shared scale, agreed between the weights that share it.
 
     For recipes of blocks under a global scale, the weights that an engine fuses share one, if their recipe is the same.
     """
@@ -156,6 +158,8 @@ def agree_on_amaxes(targets: Iterable[Target], recipe: Formats) -> dict[str, Ten
     for target in targets:
         own_recipe = recipe_of(recipe, target.name)
         linear = target.name if len(target.shape) == 3 else target.module_name  # a parameter of experts, or a module
+        # Engines run q, k and v as one product under one global scale, so calibration must give them the
+        # same.
         fused = fused_key(linear) if tensor_wide(own_recipe) == "global_scale" else None
         sets.setdefault((own_recipe, fused or (target.name,)), []).append(target)
     found: dict[str, Tensor | None] = {}
@@ -170,7 +174,8 @@ def agree_on_amaxes(targets: Iterable[Target], recipe: Formats) -> dict[str, Ten
 
 
 def _own_amax(target: Target, recipe: Recipe) -> Tensor | None:
-    """`shared_amax` of the whole target, one expert at a time."""
+    """Return `shared_amax` of the whole target, one expert at a time."""
+    # One by one, so that only one expert is there in fp32.
     found = [shared_amax(matrix.float(), recipe) for _, matrix in target.matrices()]
     if found[0] is None or len(target.shape) == 2:
         return found[0]
@@ -178,7 +183,7 @@ def _own_amax(target: Target, recipe: Recipe) -> Tensor | None:
     return stacked.amax() if stacked.ndim == 1 else stacked
 
 
-def _quantizable(model: nn.Module) -> dict[str, Target]:
+def _find_quantizable(model: nn.Module) -> dict[str, Target]:
     found: dict[str, Target] = {}
     for fqn, module in plain_modules(model):
         if isinstance(module, NonDynamicallyQuantizableLinear):
@@ -188,31 +193,31 @@ def _quantizable(model: nn.Module) -> dict[str, Target]:
             is_experts = "expert" in fqn.rpartition(".")[2].lower() and param is not None and param.ndim == 3
             if param is not None and (is_linear or is_experts):
                 name = f"{fqn}.{attribute}".lstrip(".")
-                turned = stored_transposed(module, attribute)
+                turned = is_stored_transposed(module, attribute)
                 shape = torch.Size((*param.shape[:-2], *param.shape[:-3:-1])) if turned else param.shape
                 found[name] = Target(name, fqn, module, attribute, shape, param.dtype, turned)
     return found
 
 
-def stored_transposed(module: nn.Module, attribute: str) -> bool:
-    """Whether a parameter of a module is multiplied as it is, x @ W with W [K, N] or [E, K, N]; by what is known of it.
+def is_stored_transposed(module: nn.Module, attribute: str) -> bool:
+    """Return whether a parameter of a module is multiplied as it is, x @ W with W [K, N] or [E, K, N].
 
     Asked of linears and of experts; of another parameter the answer means nothing.
     """
     param = module._parameters[attribute]
     if param is None:
         return False
-    return (attribute == "weight" and _is_conv1d(module)) or (param.ndim == 3 and _transposed(module))
+    return (attribute == "weight" and _is_conv1d(module)) or (param.ndim == 3 and _has_transposed_experts(module))
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, or made like it: x @ W + b with W [K, N]."""
+    """Return whether it is transformers' Conv1D, or made like it: x @ W + b with W [K, N]."""
     weight, width = module._parameters.get("weight"), getattr(module, "nf", None)
     return type(module).__name__ == "Conv1D" and weight is not None and weight.ndim == 2 and weight.shape[1] == width
 
 
-def _transposed(owner: nn.Module) -> bool:
-    """Whether experts are stored [E, K, N]: the module says so, or a fused gate and up beside its down shows it.
+def _has_transposed_experts(owner: nn.Module) -> bool:
+    """Return whether experts are stored [E, K, N]: the module says so, or a fused gate and up beside a down shows it.
 
     With I columns inside an expert and H outside, these are [2I, H] and [H, I], or else [H, 2I] and [I, H].
     """
@@ -225,7 +230,7 @@ def _transposed(owner: nn.Module) -> bool:
 
 
 def _check_assigned(assignment: Assignment, candidates: Collection[str], free: Collection[str]) -> None:
-    """Raise ValueError where an assignment quantizes what is no weight of the model, or a tied one."""
+    """Raise ValueError if an assignment quantizes what is no weight of the model, or a tied one."""
     for name, recipe in assignment.recipes.items():
         if recipe is not None and name not in free:
             what = "which is tied to another weight" if name in candidates else f"but the model has {NOTHING} there"
@@ -236,7 +241,7 @@ def _check_assigned(assignment: Assignment, candidates: Collection[str], free: C
 
 
 def _check(target: Target, recipe: Recipe | None) -> None:
-    """Raise where a target cannot be calibrated; recipe None: it is not known yet."""
+    """Raise if a target cannot be calibrated; recipe None: it is not known yet."""
     local: Tensor = local_of(target.param)
     if recipe is not None:
         check_shape(target.shape, recipe, target.name)

@@ -25,11 +25,13 @@ HOOKS = "torch.distributed.tensor."  # the modules whose functions parallelize_m
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Inside, modules are called without the hooks of parallelize_module; afterwards these are in their old places."""
+    """Inside, modules are called without the hooks of parallelize_module; afterwards these are back in their places."""
     taken: list[tuple[Any, dict[int, Callable[..., Any]]]] = []
     try:
         for module in model.modules():
             for name, table in hook_tables(module).items():
+                # These tables hold flags by the keys of hooks; a flag without its hook does nothing,
+                # so it may stay.
                 own = {} if "_with_kwargs" in name or "_always_called" in name else dict(table)
                 if any(map(_parallelizes, own.values())):
                     taken.append((table, own))
@@ -38,6 +40,8 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for table, own in taken:
+            # Hooks run in the order of their table, so it is made anew: the old ones in their places,
+            # without those removed meanwhile, and behind them those registered meanwhile.
             later = {key: hook for key, hook in table.items() if key not in own}
             kept = {key: hook for key, hook in own.items() if key in table or _parallelizes(hook)}
             table.clear()
@@ -49,12 +53,12 @@ def _parallelizes(hook: Any) -> bool:
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Whether ranks cut weights between them beside FSDP, and not just share experts out; the same on all ranks."""
+    """Return whether ranks cut weights, not only share experts out, beside FSDP; the same answer on all ranks."""
     return any(cut.tensor for cut in cuts(model))
 
 
 def peers(model: nn.Module) -> tuple[int, ...]:
-    """The global ranks that cut weights between them beside FSDP, this one among them; () where none do.
+    """Return the global ranks that cut weights with this one beside FSDP, itself among them; () if none do.
 
     A mesh dim over which FSDP does not shard, and which cuts some weight, is one of tensor parallelism; not if it cuts
     between experts alone.
@@ -65,6 +69,7 @@ def peers(model: nn.Module) -> tuple[int, ...]:
     found: set[int] = set()
     for mesh, own in dims.items():
         place = mesh.get_coordinate()
+        # A rank has no place on a mesh that it is not part of, such as another group's experts.
         if own and place is not None:
             index = tuple(slice(None) if number in own else at for number, at in enumerate(place))
             found |= {*mesh.mesh[index].flatten().tolist()}
@@ -72,7 +77,7 @@ def peers(model: nn.Module) -> tuple[int, ...]:
 
 
 def shares(own: Sequence[int], batches: Sequence[int], group: dist.ProcessGroup | None) -> range:
-    """Which of this rank's batches it runs, so that each batch of its group is run once. Call it on all ranks alike.
+    """Choose this rank's batches, so that its group runs each batch once. Call it on all ranks alike.
 
     Args:
         own: `peers` of this rank.
@@ -80,13 +85,14 @@ def shares(own: Sequence[int], batches: Sequence[int], group: dist.ProcessGroup 
         group: all ranks of the calibration.
 
     Raises:
-        ValueError: on all ranks, where ranks of one group have different batches; names two of them.
+        ValueError: on all ranks, if ranks of one group have different batches; names two of them.
     """
     if group is None:
         return range(len(batches))
     here = dist.get_rank()
     everyone = on_all(group, lambda: (here, tuple(own), tuple(batches)))
     held = {rank: theirs for rank, _, theirs in everyone}
+    # Every rank looks at every group, so all raise the same.
     for rank, together, theirs in everyone:
         first = together[0] if together else rank
         if theirs != held[first]:

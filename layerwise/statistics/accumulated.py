@@ -32,7 +32,7 @@ class BatchStatistics:
         broken: values that are not finite; then nothing below is set.
         amax: fp32 [1], or with COLUMNS [1 + K]: that of the whole input, then of each column.
         sums: name of a statistic -> what is added up over batches.
-        rows: [tokens, K], a copy of the input in place of its Hessian, where it is smaller.
+        rows: [tokens, K], a copy of the input in place of its Hessian, if it is smaller.
         off: fp32 [tokens, K], what its partner differs from it by, in place of their products.
         unpaired: its rows, if it should have a partner and has none.
     """
@@ -49,6 +49,8 @@ class BatchStatistics:
     def take_hessian(self, rows: Tensor) -> None:
         """Make the Hessian of rows [tokens, K], or keep what it is made from."""
         assert self.amax is not None
+        # An expert may see a few tokens, and there may be hundreds of experts: their rows take less memory
+        # than matrices.
         small = rows.nbytes <= _bytes_of_product(rows)
         if small and self.tokens * float(self.amax[0]) ** 2 < SAFE:
             self.rows = rows.clone(memory_format=torch.contiguous_format)
@@ -113,12 +115,14 @@ class Accumulated:
         elif other.rows is not None:
             self.rows.append((other.rows, other.off))
             kept = sum(one.nbytes for pair in self.rows for one in pair if one is not None)
+            # With a sum there already, rows beside it would only add to the memory.
             if HESSIAN in self.sums or kept > _bytes_of_product(other.rows):
                 self.multiply()
 
     def multiply(self) -> None:
         """Make the Hessians of the rows, one at a time, and add them up."""
         while self.rows:
+            # Each pair is freed before the next product; the sum is exact, so the order is free.
             rows, off = self.rows.pop()
             self._add(HESSIAN, _product(rows))
             if off is not None:
@@ -129,7 +133,7 @@ class Accumulated:
 
 
 def measure(rows: Tensor, needs: Collection[str]) -> BatchStatistics:
-    """All statistics of rows [tokens, K] except those that are matrices [K, K]."""
+    """Measure rows [tokens, K]: all statistics except the matrices [K, K]."""
     tokens = rows.shape[0]
     count = min(tokens, SAMPLE_ROWS)
     measured = BatchStatistics(tokens, rows[[index * tokens // count for index in range(count)]])
@@ -152,7 +156,7 @@ def measure(rows: Tensor, needs: Collection[str]) -> BatchStatistics:
 
 
 def _product(left: Tensor, right: Tensor | None = None) -> Tensor:
-    """fp32 [K, K], left^T right, or left^T left; the same bits for rows and for a copy of them."""
+    """Return fp32 [K, K], left^T right, or left^T left: the same bits for rows and for a copy of them."""
     with full_precision(left.device):
         wide = _fp32(left)
         return wide.t() @ (wide if right is None else _fp32(right))
@@ -163,7 +167,7 @@ def _bytes_of_product(rows: Tensor) -> int:
 
 
 def _fp32(rows: Tensor) -> Tensor:
-    """fp32 [tokens, K], contiguous."""
+    """Return fp32 [tokens, K], contiguous."""
     wide = rows.float().contiguous()
-    # Kernels may add in another order where the memory does not start at a multiple of a vector's width.
+    # Kernels may add in another order if the memory does not start at a multiple of a vector's width.
     return wide if wide.data_ptr() % 64 == 0 else wide.clone()

@@ -47,7 +47,7 @@ class _Seen:
 
     x: Tensor  # kept alive, so that no other tensor gets its id
     measured: BatchStatistics
-    was: Tensor | None = None  # its values at that time, where torch counts no writes
+    was: Tensor | None = None  # its values at that time, if torch counts no writes
     names: list[str] = field(default_factory=list)
     partner: Partner | None = None
     paired: bool = False  # whether its partner was looked for
@@ -62,7 +62,7 @@ class _Pairing:
     uses: Counter[str] = field(default_factory=Counter)  # of each linear, so far
 
     def partner(self, product: Product, rows: Tensor, wanted: Collection[str]) -> Partner | None:
-        """The one input that all linears of a product took in the unquantized model; None if there is no such input."""
+        """Return the one input that all linears of a product took in the unquantized model; None if there is none."""
         origin = origin_of(self.lineage, product)
         found = [self.partners.partner(name, self.uses[name], origin, rows) for name in wanted]
         self.uses.update(wanted)
@@ -123,7 +123,7 @@ class Collector:
 
     @contextmanager
     def batch(self, partners: UnquantizedInputs | None = None) -> Iterator[None]:
-        """Context manager around the forward of one batch. A batch that raises leaves nothing behind.
+        """Inside, one batch runs, and is collected. A batch that raises leaves nothing behind.
 
         With CROSS, `partners` holds the inputs of the same batch in the unquantized model.
 
@@ -151,25 +151,26 @@ class Collector:
                     kept.append(one.measured.sample)
 
     def partners(self) -> UnquantizedInputs | None:
-        """What is to hold the partners of each batch; None where they are not needed."""
+        """Return what is to hold the partners of each batch; None if no partners are needed."""
         return UnquantizedInputs(self._targets, self._only, self._blocks) if CROSS in self._needs else None
 
     def samples(self, name: str) -> Tensor | None:
-        """[n, K]: up to 16 rows of a linear's input from each of this rank's first 4 batches; None without any."""
+        """Return up to 16 input rows of a linear from each of this rank's first 4 batches, [n, K]; None without any."""
         found = self._samples.get(name)
         return torch.cat(found) if found else None
 
     def agree(self, group: dist.ProcessGroup | None) -> Statistics:
-        """The groups that all ranks have together, with the statistics over all batches; this collector is empty then.
+        """Return the groups of all ranks together, with statistics over all batches; the collector is empty by then.
 
         Call it once, after the last batch, on all ranks of the group (None: a single process, no collectives).
 
         Raises:
-            RuntimeError: on all ranks alike, where an input held values that are not finite, or where a weight was used
+            RuntimeError: on all ranks alike, if an input held values that are not finite, or if a weight was used
                 in a way that cannot be followed.
         """
         reports, unfollowed = self._gather(group)
         self._check(reports, unfollowed)
+        # They belong to the statistics from here on, which free a group's after its total.
         accumulated, self._accumulated = self._accumulated, {}
         parts = []
         for names, keys in partition(list(reports), list(self._order), self._kinds):
@@ -200,6 +201,8 @@ class Collector:
                 found.take_hessian(rows)
             if wanted and pairing is not None:
                 partner = pairing.partner(product, rows, self._only.intersection(product.names))
+                # Linears that share an input here may have had different ones there; such an input
+                # has no partner.
                 if not one.paired or (one.partner is not partner and found.unpaired == 0):
                     found.take_cross(rows, None if one.paired or partner is None else partner.rows)
                 one.partner, one.paired = partner, True
@@ -215,6 +218,7 @@ class Collector:
             )
             for names, one in self._accumulated.items()
         }
+        # Names and numbers, not tensors: ranks may have seen different groups, or none.
         everyone = [(own, self._unfollowed)]
         if group is not None:
             everyone = [everyone[0]] * group.size()
@@ -228,7 +232,7 @@ class Collector:
         return {names: _Counts(*values) for names, values in counts.items()}, unfollowed
 
     def _check(self, reports: Mapping[Names, _Counts], unfollowed: Mapping[str, str]) -> None:
-        """Raise where the data of some rank is at fault."""
+        """Raise if the data of some rank is at fault."""
         problems = []
         for names, report in sorted(reports.items(), key=lambda item: self._order[item[0][0]]):
             if report.broken:
@@ -262,6 +266,7 @@ def partition(
     The result depends on the set of keys alone, so every rank comes to the same groups. Names in no key are left out.
     """
     groups: dict[tuple[Hashable, tuple[Names, ...]], list[str]] = {}
+    # Ranks have met the groups in different orders.
     ordered = sorted(keys)
     for name in names:
         fate = tuple(key for key in ordered if name in key)
@@ -282,7 +287,7 @@ def _settling(seen: dict[tuple[int, ...], _Seen], tokens: Tensor) -> Iterator[No
 
 
 def _input_key(seen: Mapping[tuple[int, ...], _Seen], product: Product) -> tuple[int, ...]:
-    """Identifies the input that a product takes: an object in its present state."""
+    """Identify the input that a product takes: an object in its present state."""
     x = product.x
     if not x.is_inference():
         return id(x), x._version, *product.part

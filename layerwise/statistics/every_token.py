@@ -87,7 +87,7 @@ class EveryToken:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Context manager around the run; enter it last."""
+        """Inside, the stage runs with these hooks; enter it last."""
         with ExitStack() as hooks:
             for block in self._blocks:
                 before, after = partial(self._before, block), partial(self._after, block)
@@ -98,6 +98,8 @@ class EveryToken:
                     entering, leaving = partial(self._enter, block, expert), partial(self._leave, expert)
                     # First of all, so that it sees what the block gives, and not what other hooks (casts) make of it.
                     handles.append(expert.module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True))
+                    # Also if the expert raises, or all that comes later would seem to be inside
+                    # of it.
                     handles.append(expert.module.register_forward_hook(leaving, always_call=True))
                 for handle in handles:
                     hooks.callback(handle.remove)
@@ -197,6 +199,7 @@ class EveryToken:
         call = self._calls.pop(block, None)
         if call is None or not call.routed:
             return
+        # Which token a row is does not matter, so digests are looked up and not compared in order.
         known = row_digests(call.tokens)
         for name, rows in call.routed:
             like = rows.dtype == call.tokens.dtype and rows.shape[-1] == call.tokens.shape[-1]

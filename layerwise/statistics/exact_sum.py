@@ -79,7 +79,7 @@ class ExactSum:
             self.bucket(exponent).add_(bucket)
 
     def check(self) -> None:
-        """Raise RuntimeError where there is no total."""
+        """Raise RuntimeError if there is no total."""
         if self.broken:
             raise RuntimeError(
                 f"{self.broken} of the {self.tensors} tensors of a sum of shape {tuple(self.shape)} hold values that "
@@ -93,7 +93,7 @@ class ExactSum:
 
     @torch.no_grad()
     def total(self, factor: float = 1.0) -> Tensor:
-        """fp32, the sum times `factor`: buckets are added and multiplied in fp64, then rounded to fp32."""
+        """Return fp32, the sum times `factor`: buckets are added and multiplied in fp64, then rounded to fp32."""
         self.check()
         out = torch.zeros(self.shape, dtype=torch.float32, device=self.device)
         if self.buckets:
@@ -106,7 +106,7 @@ class ExactSum:
         return out
 
     def bucket(self, exponent: int) -> Tensor:
-        """The bucket of an exponent, the live tensor; zeros where nothing was added yet."""
+        """Return the bucket of an exponent, the live tensor; zeros if nothing was added yet."""
         if exponent not in self.buckets:
             self.buckets[exponent] = torch.zeros(self.shape, dtype=torch.float64, device=self.device)
         return self.buckets[exponent]
@@ -119,7 +119,7 @@ def totals(
     *,
     owner: int = 0,
 ) -> list[Tensor] | None:
-    """On one rank the total over all ranks of each sum, times its factor (`ExactSum.total`); None on the others.
+    """Return, on one rank, the total over all ranks of each sum, times its factor; None on the others.
 
     Call it on all ranks of the group, with sums of the same shapes in the same order; a rank that added nothing gives
     empty sums. It costs one small all-reduce, and a reduce for every 64 MiB of buckets; nothing without sums. The sums
@@ -132,7 +132,7 @@ def totals(
         owner: the rank in the group that gets the totals, the same bits whichever it is.
 
     Raises:
-        RuntimeError: on all ranks alike, where a sum has no total; all sums keep their buckets.
+        RuntimeError: on all ranks alike, if a sum has no total; all sums keep their buckets.
     """
     if group is not None and sums:
         present = _agree(sums, group)
@@ -147,6 +147,7 @@ def totals(
     for one, factor in zip(sums, factors or [1.0] * len(sums), strict=True):
         if here:
             out.append(one.total(factor))
+        # Buckets are twice the size of a total: freed before the next total is made.
         one.buckets, one.tensors = {}, 0
     return out if here else None
 
@@ -167,7 +168,7 @@ def _agree(sums: Sequence[ExactSum], group: dist.ProcessGroup) -> list[tuple[Exa
 
 
 def _packs(buckets: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The buckets in order, in lists of at most MESSAGE elements, or of a single bucket."""
+    """Cut the buckets into lists, in order, of at most MESSAGE elements, or of a single bucket."""
     pack: list[Tensor] = []
     elements = 0
     for bucket in buckets:
@@ -181,7 +182,7 @@ def _packs(buckets: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _reduce(pack: Sequence[Tensor], group: dist.ProcessGroup, owner: int) -> None:
-    """Make every bucket of the pack the sum over all ranks, on one of them: exact in whatever order the group adds.
+    """Make every bucket of the pack the sum over all ranks, on one of them; the order of adding does not matter.
 
     On the others the buckets may hold anything afterwards.
     """
@@ -196,7 +197,7 @@ def _reduce(pack: Sequence[Tensor], group: dist.ProcessGroup, owner: int) -> Non
 
 
 def _amax(x: Tensor) -> float:
-    """Largest magnitude; NaN or infinite if some value is."""
+    """Return the largest magnitude; NaN or infinite if some value is."""
     if not x.numel():
         return 0.0
     least, largest = torch.stack(torch.aminmax(x)).tolist()
@@ -204,6 +205,6 @@ def _amax(x: Tensor) -> float:
 
 
 def _chunks(x: Tensor) -> tuple[Tensor, ...]:
-    """Flat pieces of x; aliases, for a contiguous one."""
+    """Return flat pieces of x, which are aliases if x is contiguous."""
     pieces: tuple[Tensor, ...] = x.reshape(-1).split(CHUNK)
     return pieces

@@ -35,7 +35,7 @@ class BlockCall:
     Attributes:
         tokens: [T, K], a copy.
         send: sends tokens to one expert.
-        probe: sends the first tokens to their own experts, with weights of 1 (for 0) or of 2, 3, .. (for 1); None where
+        probe: sends the first tokens to their own experts, with weights of 1 (for 0) or of 2, 3, .. (for 1); None if
             the block takes no weights.
         routed: rows that its experts got when it ran.
     """
@@ -47,7 +47,7 @@ class BlockCall:
 
 
 def call_with(block: ExpertBlock, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BlockCall:
-    """The call of a block with these arguments.
+    """Return the call of a block with these arguments.
 
     Raises:
         NotImplementedError: they are not what a block gets.
@@ -86,6 +86,7 @@ def _stacked_call(block: ExpertBlock, module: nn.Module, args: tuple[Any, ...], 
     ):
         got = ", ".join(f"{name}={_words(value)}" for name, value in zip(names, found, strict=True))
         raise refusal(block, f"it is called with {got}; {STACKED_CALL}")
+    # The block may write into its arguments, and they are used again after it.
     copy, chosen = _copy(tokens), numbers.detach().clone()
     beside = [value for name, value in bound.arguments.items() if name not in names]
 
@@ -106,7 +107,7 @@ def _stacked_call(block: ExpertBlock, module: nn.Module, args: tuple[Any, ...], 
         # What else the block takes may have a row for each token: then all of them are sent.
         count = len(copy) if any(isinstance(value, Tensor) for value in beside) else PROBED_TOKENS
         factors = torch.ones(weights[:count].shape, dtype=weights.dtype, device=weights.device)
-        # Others for each choice, so that they show even where the block divides them by their sum.
+        # The factors of a token's choices differ, so that they show even if the block divides them by their sum.
         factors += step * torch.arange(1, factors.shape[1] + 1, dtype=weights.dtype, device=weights.device)
         call(copy[:count].clone(), chosen[:count].clone(), factors)
 
@@ -114,7 +115,7 @@ def _stacked_call(block: ExpertBlock, module: nn.Module, args: tuple[Any, ...], 
 
 
 def refusal(block: ExpertBlock, what: str) -> NotImplementedError:
-    """What is raised for a block that is not as `stages/experts.py` describes it."""
+    """Make the error for a block that is not as `stages/experts.py` describes it."""
     return NotImplementedError(
         f'{caller()}: expert_inputs="all": {block.name}: {what}; so its tokens cannot all be sent to each '
         f"of its experts. For these {INSTEAD}"
@@ -124,7 +125,7 @@ def refusal(block: ExpertBlock, what: str) -> NotImplementedError:
 def rows_of_call(
     block: ExpertBlock, expert: Expert, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """[T, K]: what an expert of a list is called with.
+    """Return what an expert of a list is called with, [T, K].
 
     Raises:
         NotImplementedError: it is something else.
@@ -160,7 +161,7 @@ def without_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes; NaNs are like others."""
+    """Return whether two tensors have the same dtype, shape and bytes; NaNs are compared by their bytes, too."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(*(resolve(x.detach()).contiguous().reshape(-1).view(torch.uint8) for x in (one, other)))
@@ -171,6 +172,7 @@ def row_digests(rows: Tensor) -> Tensor:
     flat = resolve(rows.detach()).reshape(-1, rows.shape[-1]).contiguous()
     words = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)  # [T, K]
     places = torch.arange(1, flat.shape[1] + 1, dtype=torch.int64, device=flat.device)
+    # Odd factors that differ by place: the same words in another order give another sum.
     return (words * (places * GOLDEN | 1)).sum(dim=1)
 
 
@@ -187,6 +189,6 @@ def _words(value: Any) -> str:
 
 
 def _copy(tokens: Tensor) -> Tensor:
-    """[T, K]: experts that write into it do not change what the block computes with; torch counts their writes."""
+    """Copy tokens to [T, K]: an expert may write into a copy without harm, and torch counts its writes."""
     with torch.inference_mode(mode=False), torch.no_grad():
         return tokens.detach().reshape(-1, tokens.shape[-1]).clone(memory_format=torch.contiguous_format)

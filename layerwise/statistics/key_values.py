@@ -39,7 +39,7 @@ class KeyValues:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager around the runs of a stage."""
+        """Inside, the caches of a stage that runs are watched."""
         with ExitStack() as hooks:
             for fqn, module in self._attentions.items():
                 handle = module.register_forward_pre_hook(self._hook(fqn, module), with_kwargs=True)
@@ -47,7 +47,7 @@ class KeyValues:
             yield
 
     def agree(self, group: dist.ProcessGroup | None) -> dict[str, Amaxes]:
-        """Fqn -> amaxes over all batches of all ranks. Call it on all ranks alike (None: a single process).
+        """Map fqns to amaxes over all batches of all ranks. Call it on all ranks alike (None: a single process).
 
         Raises:
             NotImplementedError: an attention wrote nothing on any rank, or not the same heads on all.
@@ -55,6 +55,7 @@ class KeyValues:
         """
         if not self._attentions:
             return {}
+        # Objects, since ranks may not have seen the same attentions, nor any batch.
         own = {fqn: {what: amax.tolist() for what, amax in of.items()} for fqn, of in self._amaxes.items()}
         everyone: list[Any] = [own]
         if group is not None:
@@ -114,7 +115,7 @@ class KeyValues:
             )
 
     def _check(self, found: Mapping[str, Sequence[Amaxes]]) -> None:
-        """Raise, on all ranks alike, where what was seen gives no scales."""
+        """Raise, on all ranks alike, if what was seen gives no scales."""
         silent = [fqn for fqn, ranks in found.items() if not ranks]
         if silent:
             raise NotImplementedError(
@@ -136,7 +137,7 @@ class KeyValues:
 
 
 class _StandIn:
-    """In the place of the cache of one attention, in one call; `cache` is None where there is none."""
+    """Stands for the cache of one attention in one call; `cache` is None if there is none."""
 
     def __init__(self, watch: KeyValues, fqn: str, cache: Any) -> None:
         self._watch, self._fqn, self._cache = watch, fqn, cache
@@ -153,7 +154,7 @@ class _StandIn:
         return held
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> Any:
-        """Tokens in the cache."""
+        """Return how many tokens the cache holds."""
         return 0 if self._cache is None else self._cache.get_seq_length(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

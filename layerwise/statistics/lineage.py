@@ -9,7 +9,7 @@ torch function called inside it, and gives each floating tensor a digest of what
 
 but of no floating value. So two runs give a tensor the same digest if all selections on the way to it were the same.
 The reverse does not hold: what is selected elsewhere (an expert's weight of a token) may differ without changing the
-order of rows, and then these are taken for others. That is the safe side.
+order of rows, and then the rows are taken for different ones. That is the safe side.
 
 A write in place gives its target a new digest, and the tensor that this is a view of.
 """
@@ -42,7 +42,7 @@ class Lineage(TorchFunctionMode):
         self._bases: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
 
     def of(self, x: Tensor) -> int:
-        """The digest of a tensor; 0 for a parameter, and for one that no function inside made or wrote."""
+        """Return the digest of a tensor; 0 for a parameter, and for one that no function inside made or wrote."""
         known = self._digests.get(id(x))
         made = known is not None and known[0]() is x and type(x) is not Parameter
         return known[1] if known is not None and made else 0
@@ -58,6 +58,7 @@ class Lineage(TorchFunctionMode):
         results = [leaf for leaf in _leaves(result) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in results if _is_floating(leaf) and not _is_among(leaf, floating)]
         written = [leaf for leaf, was in zip(floating, before, strict=True) if _version(leaf) != was]
+        # Inference tensors count no writes; an operand that is returned was written in place.
         written += [leaf for leaf in floating if leaf.is_inference() and _is_among(leaf, results)]
         if made or written:
             origin = self._digest(getattr(func, "__name__", ""), operands, results)
@@ -86,6 +87,7 @@ class Lineage(TorchFunctionMode):
     def _note_made(self, tensor: Tensor, operands: Sequence[Tensor], origin: int) -> None:
         self._digests[id(tensor)] = weakref.ref(tensor), origin
         place = _storage(tensor)
+        # A result in the memory of an operand is a view of it: later writes into one concern both.
         base = next((leaf for leaf in operands if place is not None and _storage(leaf) == place), None)
         if base is not None:
             self._bases[id(tensor)] = weakref.ref(tensor), weakref.ref(self._base(base))
@@ -98,7 +100,7 @@ class Lineage(TorchFunctionMode):
             self._digests[id(base)] = weakref.ref(base), both
 
     def _base(self, tensor: Tensor) -> Tensor:
-        """The tensor that this is a view of, itself where it is none."""
+        """Return the tensor that this is a view of, itself if it is none."""
         known = self._bases.get(id(tensor))
         base = known[1]() if known is not None and known[0]() is tensor else None
         return tensor if base is None else base
@@ -113,18 +115,18 @@ def _is_among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was written, as far as torch counts that."""
+    """Return how often it was written, as far as torch counts that."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _storage(tensor: Tensor) -> int | None:
-    """Where its memory is; None for a tensor that has none of its own."""
+    """Return where its memory is; None for a tensor that has none of its own."""
     plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
     return tensor.untyped_storage().data_ptr() if plain else None
 
 
 def _content(tensor: Tensor) -> str:
-    """Dtype, shape and values of an integer or boolean tensor, in words."""
+    """Describe the dtype, shape and values of an integer or boolean tensor."""
     return f"{tensor.dtype} {list(tensor.shape)} {int(digest([tensor]))}" if tensor.numel() else f"{list(tensor.shape)}"
 
 

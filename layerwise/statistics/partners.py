@@ -1,6 +1,6 @@
 """The inputs of linears in the unquantized model, batch by batch: partners of those that statistics are made of.
 
-    partners = Partners(targets, only=...)
+    partners = UnquantizedInputs(targets, only=...)
     with partners.batch():
         layer.forward(inputs of the unquantized model)
     with collector.batch(partners):
@@ -58,7 +58,7 @@ class UnquantizedInputs:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Context manager around the run of a batch; what was kept of the one before is freed."""
+        """Inside, a batch runs, and its inputs are kept; those of the batch before are freed."""
         self._found = {}
         seen: _Inputs = {}
         lineage = Lineage()
@@ -67,7 +67,7 @@ class UnquantizedInputs:
             yield
 
     def partner(self, name: str, number: int, origin: tuple[int, ...], rows: Tensor) -> Partner | None:
-        """Of input number `number` of a linear in this batch; None where its rows stand for other tokens."""
+        """Return the partner of a linear's input number `number` in this batch; None if its rows are other tokens."""
         found = self._found.get(name, [])
         one = found[number] if number < len(found) else None
         return one if one is not None and one.origin == origin and one.rows.shape == rows.shape else None
@@ -81,6 +81,7 @@ class UnquantizedInputs:
         with torch.inference_mode(mode=False), torch.no_grad():
             rows = product.rows.detach().reshape(-1, product.rows.shape[-1])
             known = seen.get(key)
+            # Inference tensors count no writes, so only the values tell whether x is still what it was.
             if known is None or (x.is_inference() and not torch.equal(known[1].rows, rows)):
                 known = x, Partner(rows.clone(memory_format=torch.contiguous_format), origin_of(lineage, product))
                 seen[key] = known
@@ -98,5 +99,5 @@ def _forgetting(seen: _Inputs, tokens: Tensor) -> Iterator[None]:
 
 
 def origin_of(lineage: Lineage, product: Product) -> tuple[int, ...]:
-    """How the rows of a product came about."""
+    """Return how the rows of a product came about."""
     return lineage.of(product.x), *product.part

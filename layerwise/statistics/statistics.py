@@ -28,7 +28,7 @@ class Part:
     Attributes:
         names: in the order of the targets.
         keys: the groups of single batches that they were in.
-        tokens: rows of the input, over all ranks; 0 where none came.
+        tokens: rows of the input, over all ranks; 0 if none came.
         needs: which statistics are there.
         columns: K.
         device: of the statistics.
@@ -51,8 +51,8 @@ class Facts:
     Attributes:
         names: the linears that take it.
         tokens: its rows over all batches of all ranks.
-        amax: fp32 [], its largest magnitude; None where there are no tokens.
-        column_amax: fp32 [K], that of each column; None where it was not asked for, or there are no tokens.
+        amax: fp32 [], its largest magnitude; None if there are no tokens.
+        column_amax: fp32 [K], that of each column; None if it was not asked for, or there are no tokens.
     """
 
     names: Names
@@ -77,14 +77,15 @@ class Statistics:
         self, parts: Sequence[Part], accumulated: dict[Names, Accumulated], group: dist.ProcessGroup | None
     ) -> None:
         self._parts, self._accumulated, self._group = parts, accumulated, group
+        # If groups were split, the sums of one batch belong to several; they are freed after the last.
         self._uses = Counter(key for part in parts for key in part.keys)
         with torch.inference_mode(mode=False), torch.no_grad():
             self.facts = self._facts()
 
     def total(self, index: int, owner: int, *, keep: bool = False) -> Inputs | None:
-        """The statistics of one group over all batches of all ranks, on rank `owner`; None on the others.
+        """Return the statistics of one group over all batches of all ranks, on rank `owner`; None on the others.
 
-        Call it on all ranks alike, once for each group; more often with `keep`. None also where there are no tokens.
+        Call it on all ranks alike, once for each group; more often with `keep`. None also if there are no tokens.
 
         Args:
             index: of the group.
@@ -98,7 +99,7 @@ class Statistics:
         if not part.tokens:
             return None
         with torch.inference_mode(mode=False), torch.no_grad():
-            own = self._taken(part, keep=keep)
+            own = self._take(part, keep=keep)
             empty = {what: ExactSum(shape, part.device) for what, shape in _shapes(part).items()}
             sums = {what: own.sums.get(what, none) for what, none in empty.items()}
             factors = [(2 if what in (HESSIAN, CROSS) else 1) / part.tokens for what in sums]
@@ -119,11 +120,12 @@ class Statistics:
             )
 
     def _facts(self) -> list[Facts]:
-        """The amaxes over all ranks, by one all-reduce."""
+        """Return the amaxes over all ranks, by one all-reduce."""
         reached = [part for part in self._parts if part.tokens]
         amaxes: list[Tensor] = []
         for part in reached:
             width = 1 + part.columns * (COLUMNS in part.needs)
+            # For a rank without tokens of this group: no magnitude is smaller.
             own = [torch.zeros(width, dtype=torch.float32, device=part.device)]
             own += [one.amax for key in part.keys if (one := self._accumulated.get(key)) and one.amax is not None]
             amaxes.append(torch.stack(own).amax(dim=0))
@@ -132,6 +134,7 @@ class Statistics:
             if self._group is not None:
                 dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group)
             amaxes = list(message.split([own.numel() for own in amaxes]))
+        # Clones, so that no group keeps the memory of the whole message.
         found = {
             part.names: Facts(
                 part.names,
@@ -143,8 +146,8 @@ class Statistics:
         }
         return [found.get(part.names) or Facts(part.names, 0) for part in self._parts]
 
-    def _taken(self, part: Part, *, keep: bool) -> Accumulated:
-        """What this rank has for a group, to be used up. What others will ask for stays as it is."""
+    def _take(self, part: Part, *, keep: bool) -> Accumulated:
+        """Take what this rank has for a group. What other groups will ask for stays as it is."""
         shared = {key for key in part.keys if keep or self._uses[key] > 1}
         if not keep:
             self._uses.subtract(part.keys)
@@ -152,6 +155,7 @@ class Statistics:
         if len(present) == 1 and present[0] not in shared:
             taken = self._accumulated.pop(present[0])
         else:
+            # A merge into new sums, since other groups still need these as they are.
             taken = Accumulated()
             for key in present:
                 taken.add(self._accumulated[key] if key in shared else self._accumulated.pop(key))
@@ -161,7 +165,8 @@ class Statistics:
 
 
 def _shapes(part: Part) -> dict[str, tuple[int, ...]]:
-    """The shape of each sum, in one order on all ranks."""
+    """Return the shape of each sum, in one order on all ranks."""
     k = part.columns
+    # Ranks reduce sums by position, and a rank without tokens has none to take the order from.
     shapes = {COLUMNS: (k,), HESSIAN: (k, k), CROSS: (k, k), LOCAL_HESSIAN: (-(-k // SUB_BLOCK), SUB_BLOCK, SUB_BLOCK)}
     return {what: shape for what, shape in shapes.items() if what in part.needs}

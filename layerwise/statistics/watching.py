@@ -11,7 +11,7 @@ right operand lies in the storage of a target weight is reported, before it is c
     torch.bmm(x, w.mT), x @ w.mT               x[e] goes to expert e; an x for all experts goes to all
     F.grouped_mm(x, w.mT, offs=offs)           the rows between offs[e - 1] and offs[e] go to expert e
 
-with w.mT for w where the weight is stored transposed: x @ w, torch.addmm(bias, x, w), torch.bmm(x, w).
+with w.mT for w if the weight is stored transposed: x @ w, torch.addmm(bias, x, w), torch.bmm(x, w).
 
 A view of the weight counts like the weight: only its place in the storage matters. Any other use of a weight (a copy in
 another dtype or order, a product from the left, einsum) is noted in `unfollowed`, since the statistics of that weight
@@ -91,6 +91,7 @@ class WeightsByStorage:
         self._by_storage: dict[int, list[_WatchedWeight]] = {}
         for fqn, weight in weights.items():
             plain = type(weight) in _PLAIN and weight.ndim in (2, 3)
+            # A transposed view of a contiguous parameter: the model stores [K, N] and multiplies x @ W.
             turned = plain and not weight.is_contiguous()
             if not plain or (turned and not weight.mT.is_contiguous()):
                 raise ValueError(
@@ -106,7 +107,7 @@ class WeightsByStorage:
             others.append(target)
 
     def locate(self, x: Any) -> _WatchedWeight | None:
-        """The target in whose storage x lies; None for any other tensor."""
+        """Return the target in whose storage x lies; None for any other tensor."""
         if type(x) not in _PLAIN:
             return None
         for target in self._by_storage.get(x.untyped_storage().data_ptr(), ()):
@@ -116,7 +117,7 @@ class WeightsByStorage:
         return None
 
     def names(self, target: _WatchedWeight, form: Tensor) -> tuple[str, ...] | None:
-        """The linears in a view [.., n, K] of a target, in order; None where the view is not made of whole rows."""
+        """Return the linears in a view [.., n, K] of a target, in order; None if the view is not made of whole rows."""
         _, n, k = target.shape
         expert, within = divmod(int(form.storage_offset()) - target.offset, n * k)
         steps = (1, n) if target.turned else (k, 1)  # from row to row, from column to column
@@ -164,7 +165,7 @@ class Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _products(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Product] | None:
-        """The products of targets in this call; None where there are none, or where the use is not understood."""
+        """Return the products of targets in this call; None if there are none, or if the use is not understood."""
         operands = _LINEAR.get(name) or _MATMUL.get(name) or _GROUPED.get(name)
         if operands is None:
             return None
@@ -179,11 +180,11 @@ class Watch(TorchFunctionMode):
         if names is None or x.shape[-1] != form.shape[-1]:
             return None
         if name not in _GROUPED:
-            return list(_batched(x, names))
+            return list(_split_batch(x, names))
         offsets = args[2] if len(args) > 2 else kwargs.get("offs")
         if form.ndim == 2 or x.ndim - (offsets is None) != 2:  # groups of columns, or of the sums in a product
             return None
-        return list(_grouped(x, names, offsets))
+        return list(_split_groups(x, names, offsets))
 
     def _note_copies(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         first = result[0] if isinstance(result, tuple | list) and result else result
@@ -193,11 +194,12 @@ class Watch(TorchFunctionMode):
             for x in arg if isinstance(arg, tuple | list) else (arg,):
                 target = self.targets.locate(x)
                 if target is not None:
+                    # No error yet: it is one only if no product of this weight is seen in any batch.
                     self.unfollowed.setdefault(target.fqn, name)
 
 
-def _batched(x: Tensor, names: tuple[str, ...]) -> Iterator[Product]:
-    """For x [.., T, K] and a batch of weights: each weight takes its own x, or all take the same one."""
+def _split_batch(x: Tensor, names: tuple[str, ...]) -> Iterator[Product]:
+    """Pair x [.., T, K] with a batch of weights: each weight takes its own x, or all take the same one."""
     if len(names) == 1 or x.ndim < 3 or x.shape[-3] == 1:
         yield Product(x, (), x, names)
         return
@@ -205,10 +207,10 @@ def _batched(x: Tensor, names: tuple[str, ...]) -> Iterator[Product]:
         yield Product(x, (expert,), x.select(-3, expert), (name,))
 
 
-def _grouped(x: Tensor, names: tuple[str, ...], offsets: Tensor | None) -> Iterator[Product]:
-    """For x [S, K] sorted by expert; `offsets` holds the end of each expert's rows. Without it, x is [E, T, K]."""
+def _split_groups(x: Tensor, names: tuple[str, ...], offsets: Tensor | None) -> Iterator[Product]:
+    """Cut x [S, K], sorted by expert; `offsets` holds the end of each expert's rows. Without it, x is [E, T, K]."""
     if offsets is None:
-        yield from _batched(x, names)
+        yield from _split_batch(x, names)
         return
     start = 0
     for name, end in zip(names, offsets.tolist(), strict=True):

@@ -30,7 +30,7 @@ class Weights(Protocol):
     """Brings in the weights of a stage. Called by all ranks alike."""
 
     def hold(self, stage: Stage) -> AbstractContextManager[None]:
-        """Context manager in which the parameters of the stage are full, plain tensors."""
+        """Inside, the parameters of the stage are full, plain tensors."""
 
 
 class Sharded:
@@ -46,7 +46,7 @@ class Sharded:
 
     @contextmanager
     def hold(self, stage: Stage) -> Iterator[None]:
-        """One all-gather for each FSDP module of the stage; changes are stored unless the body raises.
+        """Gather the stage, by one all-gather for each FSDP module; changes are stored unless the body raises.
 
         What is a DTensor even then, and weights of high-precision storage, are gathered one by one.
         """
@@ -59,10 +59,13 @@ class Sharded:
                 group.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
                 group.set_modules_to_forward_prefetch([])
             if module is self.model and called:  # let FSDP find its root while all modules are in their places
+                # FSDP takes the first of its modules that is called as the root. A forward that
+                # computes nothing makes it this one. It is set on the instance, so it hides the
+                # method of the class.
                 module.forward = lambda *args, **kwargs: None  # on the instance, so it hides the method of the class
                 try:
                     with own_hooks_may_fail(module, *KINDS):
-                        # On a GPU, FSDP of torch 2.11 and 2.12 moves the first argument, and fails where there is none.
+                        # On a GPU, FSDP of torch 2.11 and 2.12 moves the first argument, and fails if there is none.
                         module(None)
                 finally:
                     del module.forward
@@ -71,6 +74,7 @@ class Sharded:
                     yield
             finally:
                 for group in called:
+                    # FSDP keeps the weights of its root after a forward, by default.
                     if group is not self.model:
                         group.set_reshard_after_forward(reshard_after_forward=True, recurse=False)
 
@@ -83,12 +87,14 @@ class Resident:
 
     @contextmanager
     def hold(self, stage: Stage) -> Iterator[None]:
-        """Moves the stage to the device and back; Parameter objects stay the same.
+        """Move the stage to the device and back; Parameter objects stay the same.
 
         An exception restores the values, too, except for what a callback wrote into an embedding's table.
         """
         owners = stage.everything()
         places = [(owner, name, param) for owner in owners for name, param in owner._parameters.items()]
+        # Tables of embeddings are large and not calibrated, so there is no copy of those that are on the
+        # device already.
         tables = {id(owner.weight) for owner in owners if isinstance(owner, nn.Embedding)}
         registered = (one for owner in owners for own in (owner._parameters, owner._buffers) for one in own.values())
         tensors = {id(one): one for one in registered if one is not None and self._moves(one, tables)}
@@ -96,6 +102,8 @@ class Resident:
         with self._move_quantized(owners), whole(stage, high_precision(stage)):
             try:
                 for key, tensor in tensors.items():
+                    # A copy even on the same device: after an exception the old values must still
+                    # be there.
                     tensor.data = homes[key].to(self.device or tensor.device, copy=True)
                 yield
                 for owner, name, param in places:
@@ -109,13 +117,13 @@ class Resident:
                     tensor.data = homes[key]
 
     def _moves(self, tensor: Tensor, tables: Container[int]) -> bool:
-        """Whether the stage gets a copy: not of quantized weights, nor of embedding tables already on the device."""
+        """Return whether the stage gets a copy; quantized weights are not copied, nor tables that are there already."""
         there = self.device in (None, tensor.device)
         return not isinstance(tensor, QuantizedTensor | HighPrecisionWeight) and not (id(tensor) in tables and there)
 
     @contextmanager
     def _move_quantized(self, owners: Iterable[nn.Module]) -> Iterator[None]:
-        """Replaces quantized parameters by copies on the device; nobody writes into these.
+        """Inside, copies on the device stand for quantized parameters; nobody writes into these.
 
         They are new Parameters, since assigning the `data` of a quantized one is not defined.
         """
@@ -135,13 +143,14 @@ class Resident:
 
 
 def _take_replacement(owner: nn.Module, name: str, param: Any) -> None:
-    """Where a parameter was replaced by another one, copy the values of that into the original."""
+    """Copy the values of a parameter into the original that it has replaced."""
     now = owner._parameters[name]
     if now is param or isinstance(param, QuantizedTensor | HighPrecisionWeight):
         return
     if now is None or now.shape != param.shape:
         found = "is gone" if now is None else f"has shape {tuple(now.shape)}"
         raise ValueError(f"{name} of a {type(owner).__name__} {found}, expected shape {tuple(param.shape)}")
+    # The model keeps its own Parameter objects, which optimizers and ties refer to.
     param.data = now.data.to(param.dtype)
 
 
@@ -154,6 +163,7 @@ def working(targets: Iterable[Target]) -> Iterator[None]:
             param = target.param
             if isinstance(param, QuantizedTensor):
                 stood.append((target, param))
+                # Folds write dense values, which quantized bytes could not take.
                 dense = nn.Parameter(param.dequantize(), requires_grad=False)
                 target.owner._parameters[target.attribute] = dense
         yield

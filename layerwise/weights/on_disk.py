@@ -70,6 +70,8 @@ class OnDisk:
                     raise ValueError(
                         f"{caller()}: {name} has shape {shapes[name]} in {path}, expected {wanted[name].shape}"
                     )
+            # Files may hold a tied tensor once or under each name; different values would need two
+            # parameters.
             for name in found[1:]:
                 if not self.files.alike(found[0], name):
                     raise ValueError(
@@ -104,14 +106,14 @@ class OnDisk:
                 )
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The values of one tensor of the model, in its dtype, on the device."""
+        """Return the values of one tensor of the model, in its dtype, on the device."""
         with cpu_by_default():  # safetensors makes tensors on the default device
             values = self.files.values(self.names[id(tensor)])
         return values.to(self.device, tensor.dtype)
 
     @contextmanager
     def hold(self, stage: Stage) -> Iterator[None]:
-        """Fills the stage; on exit the original Parameter objects, on the meta device, are back."""
+        """Fill the stage; on exit the original Parameter objects, on the meta device, are back."""
         stood: list[tuple[dict[str, Any], str, Tensor]] = []
         filled: dict[int, Tensor] = {}
         try:

@@ -1,6 +1,6 @@
 """Hooks that are not FSDP's: they belong to the user of a model, and may expect that it computes something for real.
 
-Where a module is only called for the sake of FSDP's hooks or to be recorded, it has no output. Hooks of the user run
+If a module is only called for the sake of FSDP's hooks or to be recorded, it has no output. Hooks of the user run
 all the same, since some come in pairs (one that begins something, one that ends it), but may fail.
 """
 
@@ -17,13 +17,13 @@ KINDS = ("forward_pre_hooks", "forward_hooks")
 
 
 def is_fsdp(hook: Any) -> bool:
-    """Whether FSDP has registered a hook."""
+    """Return whether FSDP has registered a hook."""
     return str(getattr(hook, "__module__", "")).startswith(FSDP)
 
 
 @contextmanager
 def own_hooks_may_fail(module: nn.Module, *kinds: str) -> Iterator[None]:
-    """Context manager in which what hooks of some of KINDS raise or return does not matter, unless they are FSDP's."""
+    """Inside, it does not matter what hooks of some of KINDS raise or return, unless they are FSDP's."""
     tables = hook_tables(module)
     own = {kind: {key: hook for key, hook in tables[kind].items() if not is_fsdp(hook)} for kind in kinds}
     try:
@@ -32,6 +32,7 @@ def own_hooks_may_fail(module: nn.Module, *kinds: str) -> Iterator[None]:
         yield
     finally:
         for kind in kinds:
+            # A hook that removed itself inside must not come back.
             tables[kind].update({key: hook for key, hook in own[kind].items() if key in tables[kind]})
 
 

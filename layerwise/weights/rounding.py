@@ -22,7 +22,7 @@ Parts = dict[str, Tensor]
 
 
 def round_weight(weight: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Parts:
-    """The parts of a weight [N, K] under a quantizer, as `Format.encode_with` makes them of its values in fp32."""
+    """Return the parts of a weight [N, K] under a quantizer, as `Format.encode_with` makes them of fp32 values."""
     with full_precision(weight.device):
         found = encode_under(weight.detach(), recipe, quantizer)
     return {spec.name: found[spec.name].contiguous() for spec in specs_of(recipe)}
@@ -39,7 +39,7 @@ def put_values(weight: QuantizedTensor, into: Tensor) -> None:
 
 
 def _pieces(weight: Tensor, recipe: Recipe) -> Iterator[slice]:
-    """Ranges of rows of [N, K], whole blocks each."""
+    """Yield ranges of rows of [N, K], whole blocks each."""
     rows, columns = weight.shape
     unit, piece = row_multiple(recipe), PIECE.get(weight.device.type, PIECE_ELSEWHERE)
     step = max(piece // max(columns, 1) // unit, 1) * unit

@@ -30,7 +30,7 @@ Box = tuple[slice, ...]  # of a weight [N, K] or [E, N, K], one slice for each d
 
 
 def check_cuts(target: Target, recipe: Recipe | None) -> None:
-    """Raise ValueError where a rank's shard of a target is no box of whole blocks; recipe None: it is not known yet."""
+    """Raise ValueError if a rank's shard of a target is no box of whole blocks; recipe None: it is not known yet."""
     param: Any = target.param
     problem = placement_problem(param)
     if problem is not None:
@@ -50,6 +50,7 @@ def check_cuts(target: Target, recipe: Recipe | None) -> None:
     sizes = [param.device_mesh.size(number) for number, dim in enumerate(dims) if dim == columns]
     pieces, rest = 1, target.shape[-1]
     for size in sizes:
+        # DTensor gives each rank ceil(size / ranks) entries of a dim, mesh dim after mesh dim.
         rest = -(-rest // size)
         pieces *= size
     if pieces > 1 and rest % block:
@@ -65,7 +66,7 @@ def check_cuts(target: Target, recipe: Recipe | None) -> None:
 
 
 def box_of(target: Target) -> Box:
-    """The box of the target's linears that this rank's shard holds."""
+    """Return the box of the target's linears that this rank's shard holds."""
     param = target.param
     if not isinstance(param, DTensor):
         return tuple(slice(0, size) for size in target.shape)
@@ -75,7 +76,7 @@ def box_of(target: Target) -> Box:
 
 
 def keep_box(full: QuantizedTensor, target: Target) -> QuantizedTensor | DTensor:
-    """A copy of this rank's box of a calibrated weight, on its shard's device; a DTensor if the parameter is one."""
+    """Copy this rank's box out of a calibrated weight, to its shard's device; a DTensor if the parameter is one."""
     box, recipe = box_of(target), full.recipe
     parts = {
         spec.name: _cut(full.parts()[spec.name], box, target, recipe).to(home_of(target.param))
@@ -84,7 +85,7 @@ def keep_box(full: QuantizedTensor, target: Target) -> QuantizedTensor | DTensor
     return _quantized_box(target, parts, recipe)
 
 
-def kept_quantizer(quantizer: Mapping[str, Tensor], target: Target, recipe: Recipe) -> dict[str, Tensor]:
+def keep_quantizer(quantizer: Mapping[str, Tensor], target: Target, recipe: Recipe) -> dict[str, Tensor]:
     """This rank's box of the quantizer, in the layout of the parameter."""
     box, home = box_of(target), home_of(target.param)
     return {
@@ -94,7 +95,8 @@ def kept_quantizer(quantizer: Mapping[str, Tensor], target: Target, recipe: Reci
 
 
 def empty_quantizer(target: Target, recipe: Recipe) -> dict[str, Tensor]:
-    """Uninitialised tensors like those that `kept_quantizer` returns, to load into."""
+    """Return uninitialised tensors like those that `keep_quantizer` returns, to load into."""
+    # Shapes and dtypes are all that is wanted of it, so it takes no memory.
     full = torch.zeros(target.shape, dtype=torch.float32, device="meta")
     quantizer = format_of(recipe).quantizer(full, recipe, shared_amax(full, recipe))
     box, home = box_of(target), home_of(target.param)
@@ -106,7 +108,7 @@ def empty_quantizer(target: Target, recipe: Recipe) -> dict[str, Tensor]:
 
 
 def empty_weight(target: Target, recipe: Recipe) -> QuantizedTensor | DTensor:
-    """An uninitialised tensor like the one that `keep_box` returns, to load into."""
+    """Return an uninitialised tensor like the one that `keep_box` returns, to load into."""
     shape, home = [part.stop - part.start for part in box_of(target)], home_of(target.param)
     parts = {spec.name: torch.empty(spec.shape(shape), dtype=spec.dtype, device=home) for spec in specs_of(recipe)}
     return _quantized_box(target, parts, recipe)
@@ -115,14 +117,14 @@ def empty_weight(target: Target, recipe: Recipe) -> QuantizedTensor | DTensor:
 def round_box(
     dense: Tensor, quantizer: Mapping[str, Tensor], recipe: Recipe, target: Target
 ) -> QuantizedTensor | DTensor:
-    """The box `dense` rounded under the same box of a quantizer, in the layout of the parameter."""
+    """Return the box `dense` rounded under the same box of a quantizer, in the layout of the parameter."""
     own = {name: local_of(value) for name, value in quantizer.items()}
     parts = format_of(recipe).encode_with(dense.float(), recipe, own)
     return _quantized_box(target, {name: part.contiguous() for name, part in parts.items()}, recipe)
 
 
 def dense_box(target: Target, values: Tensor | None = None) -> Tensor:
-    """The box that this rank's shard holds, dense, in the parameter's dtype; `values`: those of the shard, if known."""
+    """Return the box of this rank's shard, dense, in the parameter's dtype; `values`: the shard's, if known."""
     held: Tensor = local_of(target.param).detach() if values is None else values
     if isinstance(held, QuantizedTensor):
         held = held.dequantize()
@@ -138,26 +140,30 @@ def store_box(result: Tensor, target: Target) -> None:
     shard = local_of(target.param)
     if isinstance(shard, QuantizedTensor):
         shard.copy_(own)
-        preserve(shard, None)  # that of the weight before
+        # The initial value beside the bytes is one of the weight before, and an optimizer's master would
+        # begin with it.
+        preserve(shard, None)
     else:
         values = own.dequantize(shard.dtype)
         shard.copy_(values.mT if target.transposed else values)
+    # A write into a local tensor is not counted for the DTensor around it, so a backward that saved it would not
+    # notice.
     count_writes([target.param])
 
 
 def home_of(param: Tensor) -> torch.device:
-    """The device of the shard's bytes; with CPU offload it is not the one that the mesh computes on."""
+    """Return the device of the shard's bytes; with CPU offload it is not the one that the mesh computes on."""
     local = local_of(param)
     return torch.device("cpu") if local.is_meta else local.device
 
 
 def _is_strided(place: Any) -> bool:
-    """Whether FSDP has cut what tensor parallelism had cut along the same dim: not a plain Shard, but has a dim."""
+    """Return whether FSDP has cut what tensor parallelism had cut along the same dim: a dim, but no plain Shard."""
     return hasattr(place, "dim") and type(place) is not Shard
 
 
 def _quantized_box(target: Target, parts: Mapping[str, Tensor], recipe: Recipe) -> QuantizedTensor | DTensor:
-    """A box of a quantized weight from its parts, in the layout of the parameter."""
+    """Return a box of a quantized weight from its parts, in the layout of the parameter."""
     param = target.param
     own = QuantizedTensor.from_parts(parts, recipe, param.dtype)
     if not isinstance(param, DTensor):
@@ -168,10 +174,11 @@ def _quantized_box(target: Target, parts: Mapping[str, Tensor], recipe: Recipe) 
 
 
 def _cut(value: Tensor, box: Box, target: Target, recipe: Recipe) -> Tensor:
-    """A copy of the box of one part, or of one entry of a quantizer, of a whole weight; a shared scale stays whole."""
+    """Copy a box out of a part, or an entry of a quantizer, of a whole weight; a shared scale stays whole."""
     if value.ndim != len(box):
         return value.clone()
     width, columns, k = value.shape[-1], box[-1], target.shape[-1]
+    # The width of an entry tells for how many columns each of its values stands.
     block = next((size for size in (1, *_blocks(recipe)) if width == -(-k // size)), None)
     own = value[box[:-1]]
     if block is not None and (columns.start, columns.stop) != (0, k):
@@ -180,12 +187,12 @@ def _cut(value: Tensor, box: Box, target: Target, recipe: Recipe) -> Tensor:
 
 
 def _blocks(recipe: Recipe) -> list[int]:
-    """How many columns an entry of a part may stand for."""
+    """Return how many columns an entry of a part may stand for."""
     return [spec.block for spec in specs_of(recipe) if spec.per_row and spec.block > 1]
 
 
 def _placements(target: Target, *, columns: bool = True) -> list[Any]:
-    """How the linears of a target are placed; without `columns`, what has one column for all of K."""
+    """Return how the linears of a target are placed; without `columns`, what has one column for all of K."""
     param: Any = target.param
     last, turned = param.ndim - 1, {param.ndim - 1: param.ndim - 2, param.ndim - 2: param.ndim - 1}
     placed: list[Any] = []
@@ -198,10 +205,11 @@ def _placements(target: Target, *, columns: bool = True) -> list[Any]:
 
 
 def _place_like(local: Tensor, shape: torch.Size, target: Target) -> Tensor:
-    """A box as a DTensor of global `shape`, placed like the parameter; what has no rows is replicated."""
+    """Return a box as a DTensor of global `shape`, placed like the parameter; what has no rows is replicated."""
     param = target.param
     if not isinstance(param, DTensor):
         return local
+    # A scalar has no rows to cut: every rank has it whole.
     if not shape:
         return dtensor_around(local, param.device_mesh, (Replicate(),) * param.device_mesh.ndim, shape)
     return dtensor_around(local, param.device_mesh, _placements(target, columns=shape[-1] > 1), shape)

@@ -32,16 +32,16 @@ class Snapshot:
         self.stage, self.watched = stage, watched
         self.taken = self._contents() if watched else {}
 
-    def written(self) -> list[str]:
-        """The parameters whose bytes have changed since that moment, or that were added or removed."""
+    def find_writes(self) -> list[str]:
+        """Return the parameters whose bytes have changed since that moment, or that were added or removed."""
         if not self.watched:
             return []
         then, now = self.taken, self._contents()
         return [name for name in {**then, **now} if name not in now or name not in then or now[name] != then[name]]
 
     def check_unwritten(self, algorithm: Algorithm) -> None:
-        """Raise RuntimeError where weights were written although the algorithm writes none."""
-        changed = [] if algorithm.writes_weights else self.written()
+        """Raise RuntimeError if weights were written although the algorithm writes none."""
+        changed = [] if algorithm.writes_weights else self.find_writes()
         if changed:
             raise RuntimeError(
                 f"{caller()}: {', '.join(changed[:5])} changed while {type(algorithm).__name__} calibrated "
@@ -51,8 +51,8 @@ class Snapshot:
             )
 
     def check_installed(self) -> None:
-        """Raise RuntimeError where weights were written since their quantized values were installed."""
-        late = self.written()
+        """Raise RuntimeError if weights were written since their quantized values were installed."""
+        late = self.find_writes()
         if late:
             raise RuntimeError(
                 f"{caller()}: {', '.join(late[:5])} in {self.stage.title} changed after the quantized values "
@@ -60,8 +60,8 @@ class Snapshot:
             )
 
     def check_finished(self, kind: str) -> None:
-        """Raise RuntimeError where weights were written in an event of a finished stage."""
-        changed = self.written()
+        """Raise RuntimeError if weights were written in an event of a finished stage."""
+        changed = self.find_writes()
         if changed:
             raise RuntimeError(
                 f'{caller()}: {", ".join(changed[:5])} changed in the event "{kind}", when {self.stage.title} '
@@ -69,7 +69,8 @@ class Snapshot:
             )
 
     def _contents(self) -> Mapping[str, Tensor]:
-        """A digest of every parameter on this rank."""
+        """Return a digest of every parameter on this rank."""
+        # Digests of bytes, since version counters miss writes through `.data` and through aliases.
         params = self.stage.params().items()
         local: dict[str, Any] = {name: local_of(param) for name, param in params if not param.is_meta}
         return {

@@ -24,7 +24,7 @@ Place = tuple[nn.Module, str]  # the owner of a parameter, and its name there
 
 
 def high_precision(stage: Stage) -> dict[Place, nn.Parameter]:
-    """The targets of a stage with storage="high_precision"; call it before the stage is gathered."""
+    """Return the targets of a stage with storage="high_precision"; call it before the stage is gathered."""
     return {
         (target.owner, target.attribute): target.param
         for target in stage.targets
@@ -65,7 +65,7 @@ def whole(stage: Stage, dense: Mapping[Place, nn.Parameter]) -> Iterator[None]:
 
 @torch.no_grad()
 def _gather(param: nn.Parameter, rest: nn.Parameter | None) -> Tensor:
-    """All values of a parameter, in memory of its own; `rest`: the shards, if they are dense and gathers are not."""
+    """Return all values of a parameter, in new memory; `rest`: the shards, if they are dense and gathers are not."""
     if rest is None:
         assert isinstance(param, DTensor)
         local = local_of(param).detach()
@@ -86,7 +86,7 @@ def _gather(param: nn.Parameter, rest: nn.Parameter | None) -> Tensor:
 
 
 def _check(owner: nn.Module, name: str, param: nn.Parameter) -> Tensor:
-    """What stands in the place of a parameter at the end."""
+    """Return the values that stand in the place of a parameter at the end."""
     now = owner._parameters[name]
     if now is None or now.shape != param.shape:
         found = "is gone" if now is None else f"has shape {tuple(now.shape)}"
@@ -103,4 +103,6 @@ def _store(values: Tensor, param: nn.Parameter) -> None:
     sizes, starts = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     piece = values[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
     local.copy_(piece)
+    # A write into a local tensor is not counted for the DTensor around it, so a backward that saved it would not
+    # notice.
     count_writes([param])

@@ -26,6 +26,7 @@ def without_fsdp(layer: nn.Module) -> Iterator[None]:
     casts = dict(zip(KINDS, _casts(layer), strict=True)) if places else {}
     try:
         for kind, key, _ in places:
+            # Under the key of the hook it stands for, so that all other hooks keep their neighbours.
             tables[kind][key] = casts[kind]
         yield
     finally:
@@ -34,7 +35,7 @@ def without_fsdp(layer: nn.Module) -> Iterator[None]:
 
 
 def _casts(layer: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The hooks that cast the inputs and the output of an FSDP module as its policy says."""
+    """Make the hooks that cast the inputs and the output of an FSDP module as its policy says."""
     policy = mixed_precision(layer)
     before = policy.param_dtype if policy.cast_forward_inputs else None
 

@@ -53,7 +53,7 @@ def test_a_run_whose_last_record_was_lost_is_finished_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:  # as a kill behind the last window leaves it
-        patched.setattr(CalibrationCheckpoint, "finish", lambda self, weights: None)
+        patched.setattr(CalibrationCheckpoint, "mark_finished", lambda self, weights: None)
         first = model_of()
         expected = found(run(first, checkpoint_dir=tmp_path), first).same()
     model = model_of()

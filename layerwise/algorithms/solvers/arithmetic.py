@@ -1,4 +1,4 @@
-"""How calibration computes: products in full fp32, and on one thread where bytes depend on the order of additions."""
+"""How calibration computes: products in full fp32, and on one thread if bytes depend on the order of additions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +9,13 @@ import torch
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Inside, products of fp32 matrices are computed in fp32: no TF32, no bf16, no autocast."""
+    # Users turn on TF32 for CUDA, and bf16 for oneDNN on the CPU. Either would leave a Hessian few correct bits.
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
             backend.fp32_precision = "ieee"
+        # Autocast would cast the operands themselves, whatever the backends are told.
         with torch.autocast(device.type, enabled=False):
             yield
     finally:

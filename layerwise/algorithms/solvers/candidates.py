@@ -6,7 +6,7 @@ The candidates depend on the kind of scale:
     E4M3 scales of E2M1 elements     all positive codes, under the tensor-wide scale that the amax gives
     any other                        the scales that MULTIPLES of the amax give
 
-A scale is left out if the block decodes the same under another candidate. Where every element counts by itself
+A scale is left out if the block decodes the same under another candidate. If every element counts by itself
 (`elementwise`), a scale is also left out if no element comes nearer to its value than under another candidate.
 """
 
@@ -27,7 +27,7 @@ Quantizer = dict[str, Tensor]
 
 
 def candidates(x: Tensor, recipe: Recipe, amax: Tensor | None, *, elementwise: bool = False) -> Iterator[Quantizer]:
-    """The candidates for x, fp32 [N, K] and finite; `amax` as `formats.shared_amax` gives it."""
+    """Yield the candidates for x, fp32 [N, K] and finite; `amax` as `formats.shared_amax` gives it."""
     numbers = {spec.name: spec.numbers for spec in specs_of(recipe)}
     if numbers.get("scale") == torch.float8_e8m0fnu:
         return _powers_of_two(x, recipe, elementwise=elementwise)
@@ -37,31 +37,32 @@ def candidates(x: Tensor, recipe: Recipe, amax: Tensor | None, *, elementwise: b
 
 
 def scaled_quantizer(x: Tensor, recipe: Recipe, amax: Tensor | None, factor: float | Tensor) -> Quantizer:
-    """The quantizer of x with every amax multiplied by `factor` first: one number, or one for each scale.
+    """Return the quantizer of x with every amax multiplied by `factor` first: one number, or one for each scale.
 
-    Where blocks have scales of their own, the tensor-wide scale above them does not change.
+    If blocks have scales of their own, the tensor-wide scale above them does not change.
     """
     fmt = format_of(recipe)
     if any(spec.per_row and spec.block for spec in specs_of(recipe)[1:]):
         factor = spread(factor, recipe, x.shape[-1]) if isinstance(factor, Tensor) else factor
+        # A value times 4 may overflow, and no scale can be made from an infinite amax.
         return fmt.quantizer((x * factor).clamp(-FLT_MAX, FLT_MAX), recipe, amax)
     assert amax is not None
     return fmt.quantizer(x, recipe, (amax * factor).clamp(max=FLT_MAX))
 
 
 def spread(scales: Tensor, recipe: Recipe, columns: int) -> Tensor:
-    """One value for each scale -> a tensor that broadcasts against [N, K]."""
+    """Spread one value for each scale to a tensor that broadcasts against [N, K]."""
     if scales.ndim == 0 or scales.shape[-1] == 1:
         return scales
     return scales.repeat_interleave(block_multiple(recipe), dim=-1)[..., :columns]  # the last block may be smaller
 
 
 def _powers_of_two(x: Tensor, recipe: Recipe, *, elementwise: bool) -> Iterator[Quantizer]:
-    """All codes from that of the largest multiple down to that of the smallest.
+    """Yield all codes, from the one of the largest multiple down to the one of the smallest.
 
     No multiple is over 1.4 times the next smaller one, so no code in between is skipped.
 
-    Every element of scale 2d that is not above the largest of d is an element of d, too. So where nothing saturates
+    Every element of scale 2d that is not above the largest of d is an element of d, too. So if nothing saturates
     under d, nothing comes nearer to its value under 2d: with `elementwise`, the highest code to try is the lowest one
     that does not saturate.
     """
@@ -80,9 +81,9 @@ def _powers_of_two(x: Tensor, recipe: Recipe, *, elementwise: bool) -> Iterator[
 
 
 def _e4m3_scales(x: Tensor, recipe: Recipe, amax: Tensor | None, *, elementwise: bool) -> Iterator[Quantizer]:
-    """The positive E4M3 block scales under the global scale of the amax, up to where the whole block becomes 0.
+    """Yield the positive E4M3 block scales under the global scale of the amax, up to where the whole block becomes 0.
 
-    The elements of scale 2d up to 6d are elements of d, too, and the next is 8d. So where nothing is above 7d, nothing
+    The elements of scale 2d up to 6d are elements of d, too, and the next is 8d. So if nothing is above 7d, nothing
     comes nearer to its value under 2d than under d. With `elementwise`, the highest code to try is therefore 7 above
     the lowest d for which nothing is above 7d: 8 codes are a factor of 2. Codes up to 15 are always tried, since half
     of a subnormal scale need not be a code.

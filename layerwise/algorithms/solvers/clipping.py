@@ -41,20 +41,20 @@ class Clipped:
 
 
 def finite_or_zero(weight: Tensor) -> Tensor:
-    """fp32, with 0 in place of what is not finite: such values are marked when stored, and have no say in scales."""
+    """Return fp32, with 0 in place of what is not finite: that is marked when stored, and has no say in scales."""
     values = weight.float()
     return torch.where(torch.isfinite(values), values, torch.zeros_like(values))
 
 
 def round_trip(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> Tensor:
-    """fp32 [N, K], the values that x decodes to once it is stored under this quantizer."""
+    """Return fp32 [N, K], the values that x decodes to once it is stored under this quantizer."""
     fmt = format_of(recipe)
     enc, dec = (spread(scales, recipe, x.shape[-1]) for scales in fmt.grid(recipe, quantizer))
     return fmt.snap(x * enc, recipe) * dec
 
 
-def sharing(linears: Sequence[Linear]) -> list[list[int]]:
-    """Indices of linears, grouped by shared tensor-wide scale (their agreed amaxes are equal); others by themselves."""
+def group_by_scale(linears: Sequence[Linear]) -> list[list[int]]:
+    """Return the indices of linears, those that share a tensor-wide scale (equal agreed amaxes) in one list."""
     sets: list[list[int]] = []
     for i, one in enumerate(linears):
         for members in sets:
@@ -68,7 +68,7 @@ def sharing(linears: Sequence[Linear]) -> list[list[int]]:
 
 
 def local_hessian_of(hessian: Tensor) -> Tensor:
-    """The local Hessian [ceil(K / 16), 16, 16] inside a full one, 2 X^T X / tokens."""
+    """Return the local Hessian [ceil(K / 16), 16, 16] inside a full one, 2 X^T X / tokens."""
     columns = hessian.shape[0]
     padding = -columns % SUB_BLOCK
     blocks = (columns + padding) // SUB_BLOCK
@@ -77,17 +77,17 @@ def local_hessian_of(hessian: Tensor) -> Tensor:
 
 
 def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequence[float]) -> list[Clipped]:
-    """For each linear, the ratio of every scale that gives the least local error.
+    """Find the ratio of every scale of each linear that gives the least local error.
 
     Args:
-        group: with the amaxes of its linears, where the format has shared scales.
+        group: with the amaxes of its linears, if the format has shared scales.
         recipe: of all of them.
         local_hessian: fp32 [ceil(K / 16), 16, 16].
         ratios: in descending order, beginning with 1.
     """
     found: list[Clipped | None] = [None] * len(group.linears)
     for members in (
-        sharing(group.linears) if _columns_a_scale(recipe) is None else [[i] for i in range(len(group.linears))]
+        group_by_scale(group.linears) if _columns_a_scale(recipe) is None else [[i] for i in range(len(group.linears))]
     ):
         linears = [group.linears[i] for i in members]
         weights = [finite_or_zero(one.weight) for one in linears]
@@ -100,9 +100,12 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
                 quantizer = scaled_quantizer(w, recipe, one.amax, each)
                 errors.append(_local_error(round_trip(w, recipe, quantizer) - w, recipe, local_hessian))
             if _columns_a_scale(recipe) is None:
+                # One scale serves all these linears: it is chosen by the error that they make
+                # together.
                 errors = [torch.stack(errors).sum(dim=0)] * len(errors)
             if not least:
                 best, least = [torch.full_like(error, ratio) for error in errors], errors
+            # Ratios fall, so on a tie the larger one stays: it lets no value saturate for nothing.
             better = [new < old for new, old in zip(errors, least, strict=True)]
             best = [torch.where(b, ratio, old) for b, old in zip(better, best, strict=True)]
             least = [torch.where(b, new, old) for b, new, old in zip(better, errors, least, strict=True)]
@@ -112,13 +115,13 @@ def best_clips(group: Group, recipe: Recipe, local_hessian: Tensor, ratios: Sequ
 
 
 def _columns_a_scale(recipe: Recipe) -> int | None:
-    """How many columns one scale serves; 0 for the whole row, None for the whole tensor."""
+    """Return how many columns one scale serves; 0 for the whole row, None for the whole tensor."""
     spec = next(spec for spec in specs_of(recipe) if spec.name == "scale")
     return spec.block if spec.per_row else None
 
 
 def _local_error(off: Tensor, recipe: Recipe, local_hessian: Tensor) -> Tensor:
-    """The local error of `off` [N, K] for each scale, shaped like its scales."""
+    """Return the local error of `off` [N, K] for each scale, shaped like its scales."""
     block = _columns_a_scale(recipe)
     tiles = tile(off, SUB_BLOCK).transpose(0, 1)  # [b, N, 16]
     each = (torch.bmm(tiles, local_hessian) * tiles).sum(dim=-1).t()  # [N, b]

@@ -25,17 +25,19 @@ class ColumnRounding:
     recipe: Recipe
 
     def __call__(self, values: Tensor, column: int) -> Tensor:
-        """What the values of one column [rows] are stored as."""
+        """Return what the values of one column [rows] are stored as."""
         scale = column // self.span
         return self.snap(values * self.enc[scale], self.recipe).mul_(self.dec[scale])
 
 
 def rounding_of(group: Group, recipe: Recipe, quantizers: Sequence[Mapping[str, Tensor]]) -> ColumnRounding:
-    """The rounding of a group whose linears have these quantizers."""
+    """Return the rounding of a group whose linears have these quantizers."""
     fmt = format_of(recipe)
     both: tuple[list[Tensor], list[Tensor]] = ([], [])
     for linear, quantizer in zip(group.linears, quantizers, strict=True):
         for scales, found in zip(both, fmt.grid(recipe, quantizer), strict=True):
+            # A tensor-wide scale, too, is spread to all rows: the linears of a group lie below each
+            # other, each with its own.
             rows = found.reshape(1, 1) if found.ndim == 0 else found  # [1 or N, scales]
             scales.append(rows.expand(linear.weight.shape[0], -1))
     enc, dec = (torch.cat(scales).t().contiguous() for scales in both)
@@ -44,10 +46,10 @@ def rounding_of(group: Group, recipe: Recipe, quantizers: Sequence[Mapping[str, 
 
 
 def columns_of(group: Group) -> Tensor:
-    """fp32 [K, rows], new."""
+    """Return fp32 [K, rows], new."""
     return torch.cat([linear.weight.float() for linear in group.linears]).t().contiguous()
 
 
 def per_linear(columns: Tensor, group: Group) -> list[Tensor]:
-    """[K, rows] -> [N, K] of each linear."""
+    """Cut [K, rows] into the [N, K] of each linear."""
     return [part.contiguous() for part in columns.t().split([len(linear.weight) for linear in group.linears])]

@@ -8,7 +8,7 @@
 Along q[j], f is a parabola around `best`: the nearest element is the best one, and no element of that column alone
 makes the error any smaller. One sweep over all columns is a round; the scales never change.
 
-The error of no row rises. A column is changed only where it comes nearer to `best` by more than a small part of the
+The error of no row rises. A column is changed only if it comes nearer to `best` by more than a small part of the
 step, so that last bits decide no ties; and a row keeps what it had before a round unless its error, computed in fp64,
 has fallen.
 
@@ -26,7 +26,7 @@ STRIP = 256  # rows of H that are made fp64 at once
 
 
 def descend(weights: Tensor, rounded: Tensor, hessian: Tensor, rounding: ColumnRounding, rounds: int) -> Tensor:
-    """Values with an error of at most that of `rounded`, row by row.
+    """Find values whose error is at most the one of `rounded`, row by row.
 
     Args:
         weights: fp32 [K, rows], what the stored values stand for.
@@ -50,12 +50,13 @@ def descend(weights: Tensor, rounded: Tensor, hessian: Tensor, rounding: ColumnR
 
 
 def _swept(weights: Tensor, rounded: Tensor, hessian: Tensor, rounding: ColumnRounding) -> Tensor:
-    """`rounded` after one sweep."""
+    """Return `rounded` after one sweep."""
     rounded = rounded.clone()
     off = rounded - weights
     diagonal = hessian.diagonal().tolist()
     for start in range(0, len(rounded), BLOCK):
         end = min(start + BLOCK, len(rounded))
+        # From the errors as they stand, so that rounding errors of earlier updates do not add up.
         slopes = hessian[start:end] @ off  # [columns, rows], H e
         steps = torch.zeros_like(slopes)
         for index in range(start, end):
@@ -73,7 +74,7 @@ def _swept(weights: Tensor, rounded: Tensor, hessian: Tensor, rounding: ColumnRo
 
 
 def _errors(off: Tensor, hessian: Tensor) -> Tensor:
-    """fp64 [rows]: e^T H e for each column e of `off` [K, rows]."""
+    """Return fp64 [rows]: e^T H e for each column e of `off` [K, rows]."""
     wide = off.double()
     strips = zip(wide.split(STRIP), hessian.split(STRIP), strict=True)
     return torch.stack([(part * (strip.double() @ wide)).sum(dim=0) for part, strip in strips]).sum(dim=0)

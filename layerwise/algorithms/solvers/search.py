@@ -13,7 +13,7 @@ in the processor's cache, and transposed, [K, rows], so that the rows of one sca
 Without H, each element's error counts by itself, and two kinds of candidates need no trial. The first are too large:
 `candidates(elementwise=True)` leaves out scales whose half is at least as good. That is exact except for elements
 beside a tie, which the rounding of weight / scale, by 2^-23 of it, may send to either side. The second are too small:
-they saturate the largest element, whose (amax - largest * dec)^2 is one term of the error. Where that alone exceeds the
+they saturate the largest element, whose (amax - largest * dec)^2 is one term of the error. If that alone exceeds the
 best error so far, this candidate loses, and so do all later ones, whose scales are smaller. Rounding is monotonic, so a
 computed sum is no less than any of its computed terms: skipping these changes no choice.
 
@@ -54,7 +54,7 @@ Quantizer = Mapping[str, Tensor]
 def search(
     weight: Tensor, recipe: Recipe, amax: Tensor | None, hessian: Tensor | None = None
 ) -> tuple[dict[str, Tensor], float]:
-    """The quantizer of least error among Max's and the candidates.
+    """Return the quantizer of least error among Max's and the candidates.
 
     Args:
         weight: [N, K]; elements that are not finite do not count.
@@ -68,10 +68,12 @@ def search(
     fmt = format_of(recipe)
     if weight.numel() == 0:
         return fmt.quantizer(weight.float(), recipe, amax), 1.0
+    # Squared errors of tiny or huge weights would leave the range of fp32. A power of two moves exponents alone.
     unit = quotient(1.0, power_of_two_floor(finite_amax(weight).float().clamp(2.0**-126, 2.0**126)))
     found, ratios = [], []
     for rows in _row_ranges(weight, recipe):
         x = weight[rows].float()
+        # What is not finite is marked when stored, under any scale; one NaN here would make every error NaN.
         x = torch.where(torch.isfinite(x), x, torch.zeros_like(x))
         shared = amax[rows] if amax is not None and amax.ndim else amax
         own = fmt.quantizer(x, recipe, shared)
@@ -88,7 +90,7 @@ def search(
 
 
 def _row_ranges(weight: Tensor, recipe: Recipe) -> Iterator[slice]:
-    """The rows to search together, few at a time unless all share one scale."""
+    """Yield the rows to search together, few at a time unless all share one scale."""
     whole = not any(spec.per_row for spec in specs_of(recipe)[1:])
     step = len(weight) if whole else _rows_at_once(weight, recipe)
     for start in range(0, len(weight), step):
@@ -105,11 +107,13 @@ class _Span:
     """Rows of a weight that share no scale with others, laid out for many roundings."""
 
     def __init__(self, x: Tensor, recipe: Recipe, own: Quantizer, unit: Tensor, hessian: Tensor | None) -> None:
-        """x: fp32 [R, K], finite; own: Max's quantizer; unit: fp32 [], a power of two that brings errors near 1."""
+        """Take x, fp32 [R, K], finite; own, Max's quantizer; unit, fp32 [], a power of two, for errors near 1."""
         self.recipe, self.unit = recipe, unit
         self.fmt: Format = format_of(recipe)
         missing = -x.shape[1] % math.lcm(SUB_BLOCK, block_multiple(recipe))
         if hessian is not None:
+            # A scale's last block may end behind K: what is padded there is zero, and is weighed with
+            # zero.
             hessian = F.pad(hessian, (0, 0, 0, 0, 0, (x.shape[1] + missing) // SUB_BLOCK - len(hessian)))
         self.hessian = hessian
         rows = (F.pad(x, (0, missing)) if missing else x).split(_rows_at_once(x, recipe))
@@ -123,12 +127,12 @@ class _Span:
             self.norm, self.reach = (self._reduce_shared(list(each), torch.sum) for each in zip(*moments, strict=True))
 
     def errors(self, quantizer: Quantizer) -> Tensor:
-        """fp64, one for each scale."""
+        """Return fp64, one for each scale."""
         grid = [self._per_tile(scale) for scale in self._grid(quantizer)]
         return self._reduce_shared([self._errors(*each) for each in zip(self.tiles, *grid, strict=True)], torch.sum)
 
     def least_errors(self, quantizer: Quantizer) -> Tensor:
-        """A lower bound of the errors: no element decodes to more than the largest; see above."""
+        """Return a lower bound of the errors: no element decodes to more than the largest; see above."""
         _, dec = self._grid(quantizer)
         if self.hessian is None:
             too_large: Tensor = self.amax - self.largest * dec
@@ -137,7 +141,7 @@ class _Span:
         return torch.where(self.norm > 0, least, 0.0)
 
     def _moments(self, tile: Tensor, hessian: Tensor) -> list[Tensor]:
-        """fp64 [rows, scales]: w^T H w and sum |H w|."""
+        """Return fp64 [rows, scales]: w^T H w and sum |H w|."""
         w = tile.view(-1, SUB_BLOCK, tile.shape[1]).double()
         weighed = torch.bmm(hessian.double(), w)
         return [self._blocks(each.sum(dim=1)).sum(dim=1).t() for each in (w * weighed, weighed.abs())]
@@ -147,17 +151,17 @@ class _Span:
         return (enc / self.unit).clamp(max=torch.finfo(enc.dtype).max), dec * self.unit
 
     def _per_tile(self, scale: Tensor) -> list[Tensor]:
-        """[scales, 1, rows] for each tile."""
+        """Cut a scale into [scales, 1, rows] for each tile."""
         if not self.scales:
             return [scale.view(1, 1, 1)] * len(self.tiles)
         return [part.t().unsqueeze(1).contiguous() for part in scale.split(self.tiles[0].shape[1])]
 
     def _blocks(self, tile: Tensor) -> Tensor:
-        """[K, rows] or [K // 16, rows] -> [scales, entries of each scale, rows]."""
+        """View [K, rows] or [K // 16, rows] as [scales, entries of each scale, rows]."""
         return tile.view(self.scales or 1, -1, tile.shape[1])
 
     def _errors(self, tile: Tensor, enc: Tensor, dec: Tensor) -> Tensor:
-        """[rows, scales]."""
+        """Return the errors of a tile, fp64 [rows, scales]."""
         blocks = self._blocks(tile)
         error = self.fmt.snap(blocks * enc, self.recipe).mul_(dec).sub_(blocks).view(-1, SUB_BLOCK, tile.shape[1])
         weighed = error if self.hessian is None else torch.bmm(self.hessian, error)
@@ -165,7 +169,7 @@ class _Span:
         return self._blocks(sums).sum(dim=1).t()
 
     def _reduce_shared(self, per_tile: list[Tensor], reduce: Callable[..., Tensor]) -> Tensor:
-        """[rows, scales] of each tile, reduced over the rows that share a scale; all rows of a square block get it."""
+        """Reduce [rows, scales] over the rows that share a scale; all rows of a square block get the result."""
         per_row, rows = torch.cat(per_tile), row_multiple(self.recipe)
         if not self.scales:
             return reduce(per_row)
@@ -176,11 +180,12 @@ class _Span:
 
 
 def _best(span: _Span, own: Quantizer, tried: Iterator[dict[str, Tensor]]) -> Quantizer:
-    """The best for each scale: `own`, or the tried one of least error; on a tie the last, since scales fall."""
+    """Return the best for each scale: `own`, or the tried one of least error; on a tie the last, since scales fall."""
     best, least = own, span.errors(own)
     enough = least * BETTER
     for candidate in tried:
         bound = span.least_errors(candidate)
+        # Bounds only rise from here, so no later candidate wins anywhere: most of the search ends early.
         if not ((bound < enough) & (bound <= least)).any():
             break
         errors = span.errors(candidate)

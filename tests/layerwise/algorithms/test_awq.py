@@ -13,7 +13,7 @@ from torch import Tensor
 from layerwise.algorithms.algorithm import COLUMNS, HESSIAN, LOCAL_HESSIAN, Decision, Group, Inputs
 from layerwise.algorithms.awq import AWQ
 from layerwise.algorithms.solvers.clipping import local_hessian_of
-from layerwise.folding.folds import transformed
+from layerwise.folding.folds import transform_inputs
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from qtensor.spec.registry import block_multiple, format_of, row_multiple, shared_amax
 from tests.fsdp_hooks.cases import assert_same_bytes
@@ -51,7 +51,7 @@ def _folded(group: Group, recipe: Any, s: Tensor | None, *, agreed: bool = False
         return group
     weights = [(one.weight.float() * s).to(one.weight.dtype) for one in group.linears]
     assert group.inputs is not None
-    return group_of(weights, recipe, transformed(group.inputs, s), agreed=agreed)
+    return group_of(weights, recipe, transform_inputs(group.inputs, s), agreed=agreed)
 
 
 def _error(x: Tensor, weights: list[Tensor], s: Tensor | None, values: Sequence[Tensor]) -> float:

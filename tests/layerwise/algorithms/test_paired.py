@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from layerwise import GPTAQ, GPTQ, Algorithm, Max, Mse, Qronos
-from layerwise.folding.folds import transformed
+from layerwise.folding.folds import transform_inputs
 from qtensor import NVFP4BlockScaling
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import format_of
@@ -97,7 +97,7 @@ def test_smoothing_divides_both_inputs() -> None:
         column_mean=streams.x.abs().mean(dim=0).float(),
     )
     expected = Streams(streams.x / factors, streams.y / factors).inputs()
-    found = transformed(inputs, factors)
+    found = transform_inputs(inputs, factors)
     assert found.cross is not None
     torch.testing.assert_close(found.cross, expected.cross, rtol=2**-20, atol=0)  # some roundings to fp32
 

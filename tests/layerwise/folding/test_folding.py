@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.algorithms.algorithm import Inputs
-from layerwise.folding.folds import Fold, fold, tolerance, transformed, verify_outputs
+from layerwise.folding.folds import Fold, fold, tolerance, transform_inputs, verify_outputs
 from layerwise.folding.probing import ABSTAIN, NO, YES, Producer, choose, producers_of, propose
 from tests.fsdp_hooks.cases import assert_same_bytes
 from tests.layerwise.explicit import inputs_of
@@ -378,7 +378,7 @@ def test_folded_layers_have_the_statistics_that_were_derived() -> None:
     seen.clear()
     run()
     for old, s, x in zip(before, factors, seen, strict=True):
-        got, want = transformed(old, s), inputs_of(x)
+        got, want = transform_inputs(old, s), inputs_of(x)
         for name in ("amax", "column_amax", "column_mean", "local_hessian", "hessian"):
             torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-4)
 
@@ -448,12 +448,12 @@ def test_leaving_the_range_of_the_dtype_is_refused_before_anything_is_written() 
 
 def test_the_statistics_of_a_divided_input() -> None:
     x, s = torch.randn(50, 40, dtype=torch.float64), _factors(40).double()
-    got, want = transformed(inputs_of(x, torch.float64), s), inputs_of(x / s, torch.float64)
+    got, want = transform_inputs(inputs_of(x, torch.float64), s), inputs_of(x / s, torch.float64)
     for name in ("amax", "column_amax", "column_mean", "local_hessian", "hessian"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name))
     assert got.tokens == 50
     with pytest.raises(ValueError, match="ask for COLUMNS"):
-        transformed(Inputs(tokens=1, amax=torch.ones(())), s)
+        transform_inputs(Inputs(tokens=1, amax=torch.ones(())), s)
 
 
 def test_verify_ignores_what_is_no_number_on_both_sides() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from layerwise import GPTQ, LocalHessian, Max, Mse
 from layerwise.algorithms.algorithm import Linear
-from layerwise.stages.sharing import naming, rounds_of, shared
+from layerwise.stages.sharing import naming, rounds_of, share_out
 from layerwise.stages.stage import Method
 from qtensor import NVFP4BlockScaling
 from tests.layerwise.algorithm_table import ALGORITHMS, TABLE
@@ -49,13 +49,13 @@ EXPERTS = [
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(COSTS, st.integers(1, 9))
 def test_every_group_has_one_owner_and_none_has_far_more_than_its_share(costs: list[int], ranks: int) -> None:
-    shares = shared(costs, ranks)
+    shares = share_out(costs, ranks)
     assert sorted(index for share in shares for index in share) == [*range(len(costs))]
     # The last group of the busiest rank went to it when it had no more than the mean of all others.
     assert max(sum(costs[index] for index in share) for share in shares) <= sum(costs) / ranks + max(costs)
     for share in shares:
         assert [costs[index] for index in share] == sorted((costs[index] for index in share), reverse=True)
-    assert shares == shared(list(map(float, costs)), ranks)
+    assert shares == share_out(list(map(float, costs)), ranks)
 
 
 @pytest.mark.parametrize("name", TABLE)
