@@ -62,7 +62,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "gradients to fp32": (inner_step, "lend_gradients"),
     "AdamW on masters": (torch.optim.AdamW, "step"),
     "agree on scales": (optim, "agree"),
-    "write": (MasterWeightOptimizer, "_copy"),
+    "write": (optim, "copy_many"),
     "requantize": (MasterWeightOptimizer, "_requantize"),
     "digests after": (optim, "digests_of"),
 }

@@ -65,27 +65,28 @@ class AllGatherHooks:
     shape: torch.Size
 
     def parts(self) -> dict[str, Tensor]:
-        """The inner tensors by name; they alias this tensor's bytes."""
+        """Return the inner tensors by name; they alias this tensor's bytes."""
         raise NotImplementedError
 
     def _row_parts(self) -> frozenset[str]:
-        """Names of the parts that extend along dim 0."""
+        """Return the names of the parts that extend along dim 0."""
         raise NotImplementedError
 
     def _sent_parts(self) -> list[str]:
-        """Names of the parts that the all-gather sends, in their order; the others are copied from the shard."""
+        """Return the names of the parts that the all-gather sends, in order; the others are copied from the shard."""
         raise NotImplementedError
 
     def _build_gathered(self, parts: Mapping[str, Tensor], dtype: torch.dtype, sharding: Sharding) -> Tensor:
-        """A tensor of the same kind around gathered parts."""
+        """Return a tensor of the same kind around gathered parts."""
         raise NotImplementedError
 
     def fsdp_pre_all_gather(self, *args: Any) -> tuple[tuple[Tensor, ...], int]:
-        """Called by FSDP2 on every rank with the shard: uint8 views of the parts, padded to equal rows.
+        """Return uint8 views of the shard's parts, padded to equal rows. FSDP2 calls it on every rank, on the shard.
 
         Returns the inputs (row parts [padded rows, bytes]; tensor-wide parts [1, 4]) and the padded row count as
         metadata. The inputs alias the shard wherever its storage holds the padding rows.
         """
+        # FSDP wants inputs of one size from all ranks, and does not pad those of an extension
         rows = self._sharding.padded_rows or self.shape[0]
         along, parts = self._row_parts(), self.parts()
         inputs = [
@@ -102,7 +103,7 @@ class AllGatherHooks:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Called by FSDP2 with the gathered buffers (uint8, rank-major on dim 0).
+        """Build, or refill, the gathered weight from FSDP2's buffers (uint8, rank-major on dim 0).
 
         First call: returns the gathered weight, whose parts are views of the buffers (FSDP crops its padding rows with
         as_strided), and the buffers we allocated ourselves. Later calls (with `out`): FSDP's buffers hold fresh bytes
@@ -112,11 +113,13 @@ class AllGatherHooks:
         received = dict(zip(self._sent_parts(), all_gather_outputs, strict=False))
         # the parts that are not sent; with world size 1, where this shard is the whole tensor, all but the first
         missing = [name for name in shard if name not in received]
+        # backward gathers into the tensors of forward, which autograd saved: they stay the same objects
         if out is not None:
             gathered: Any = local_of(out)
             with torch.no_grad():
                 for name in missing:
-                    target = gathered.parts()[name].data  # version counters should not count a refill as a write
+                    # version counters should not count a refill as a write
+                    target = gathered.parts()[name].data
                     target.copy_(shard[name].reshape(target.shape))
             return None
         along, device = self._row_parts(), all_gather_outputs[0].device
@@ -127,6 +130,7 @@ class AllGatherHooks:
         buffers = {**received, **own}
         parts = {name: _from_bytes(buffers[name], part.dtype) for name, part in shard.items()}
         parts |= {name: part.reshape(-1) for name, part in parts.items() if name not in along}
+        # which shard a row comes from, and so which scale it has, is told by the number of rows a shard
         whole = self._build_gathered(parts, param_dtype, Sharding(shards=ShardRows(rows)))
         return whole, tuple(own.values())
 
@@ -138,17 +142,17 @@ AllGatherHooks.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: i
 
 
 def _as_bytes(part: Tensor) -> Tensor:
-    """[n, ..] of any dtype -> uint8 [n, .., bytes], a view of a contiguous part."""
+    """Return [n, ..] of any dtype as uint8 [n, .., bytes], a view of a contiguous part."""
     return part.contiguous().view(torch.uint8)
 
 
 def _from_bytes(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_as_bytes`, always a view."""
+    """Undo `_as_bytes`; always a view."""
     return buffer.view(dtype)
 
 
 def _pad(part: Tensor, rows: int) -> Tensor:
-    """`part` padded to `rows` with rows that nobody reads: a view where its storage is long enough, else a copy.
+    """Return `part` padded to `rows` with rows that nobody reads: a view if its storage is long enough, else a copy.
 
     Shards that were moved (CPU offload) have lost their padding and are copied; each byte is written once.
     """
@@ -161,5 +165,6 @@ def _pad(part: Tensor, rows: int) -> Tensor:
         return part.as_strided((rows, *part.shape[1:]), stride)
     full = part.new_empty((rows, *part.shape[1:]))
     full[: part.shape[0]].copy_(part)
-    full[part.shape[0] :].zero_()  # nobody reads these rows, but old memory contents should not be sent
+    # nobody reads these rows, but old memory contents should not be sent
+    full[part.shape[0] :].zero_()
     return full

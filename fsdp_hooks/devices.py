@@ -10,11 +10,12 @@ WITHOUT_NUMBER = ("cpu", "meta")
 
 
 def this_device(device: torch.device | str) -> torch.device:
-    """The device as its tensors name it: "cuda" is the current one, "cuda:0" say; "cpu:0" is the CPU."""
+    """Return the device as its tensors name it: "cuda" is the current one, "cuda:0" say; "cpu:0" is the CPU."""
     found = torch.empty(0, dtype=torch.uint8, device=device).device
-    return torch.device(found.type) if found.type in WITHOUT_NUMBER else found  # a fake tensor says "cpu:0"
+    # a fake tensor says "cpu:0"
+    return torch.device(found.type) if found.type in WITHOUT_NUMBER else found
 
 
 def same_device(one: torch.device, other: torch.device) -> bool:
-    """Whether tensors made on both are on one device."""
+    """Return whether tensors made on both are on one device."""
     return one == other or (one.type == other.type and this_device(one) == this_device(other))

@@ -21,14 +21,15 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def resolve(x: Tensor) -> Tensor:
-    """`x` itself where its memory holds its values, else a copy whose memory does."""
-    if torch.compiler.is_dynamo_compiling():  # it can trace these, but not the questions
+    """Return `x` itself if its memory holds its values, else a copy whose memory does."""
+    # it can trace these, but not the questions
+    if torch.compiler.is_dynamo_compiling():
         return x.resolve_conj().resolve_neg()
     return x.clone() if is_lazy(x) else x
 
 
 def call_resolved(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """handler(func, args, kwargs) where no operand is lazy; what the op writes is written into a lazy operand itself.
+    """Do handler(func, args, kwargs) with no operand lazy; what the op writes is written into a lazy operand itself.
 
     For `__torch_dispatch__`, which calls it for all operands at once.
     """
@@ -44,6 +45,7 @@ def call_resolved(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: di
         copies.append((leaf, leaf.clone()))
         return copies[-1][1]
 
+    # what the op writes into a copy belongs into the lazy operand
     written: list[tuple[Tensor, Tensor]] = []
     given = []
     for arg, writes in zip(args, written_by(func), strict=False):
@@ -65,5 +67,5 @@ def _any_lazy(values: Iterable[Any]) -> bool:
 
 
 def is_lazy(x: Tensor) -> bool:
-    """Whether memory holds other values than the tensor's own."""
+    """Return whether memory holds other values than the tensor's own."""
     return x.is_neg() or x.is_conj() or is_zero_tensor(x)

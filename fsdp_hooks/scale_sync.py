@@ -43,29 +43,29 @@ class SharedScales(Protocol):
         """How many values in front of a claim stand for the tensor-wide scale."""
 
     def may_share(self) -> bool:
-        """Whether some way to cut the weight leaves pieces with a scale in common."""
+        """Return whether some way to cut the weight leaves pieces with a scale in common."""
 
     def shared_along(self, dim: int) -> bool:
-        """Whether the shards have a scale in common over the mesh dims that cut them along tensor dim `dim`."""
+        """Return whether the shards have a scale in common over the mesh dims that cut them along tensor dim `dim`."""
 
     def kind(self) -> str:
-        """How the shard is quantized; ranks compare this to prove that they mean the same weight."""
+        """Return how the shard is quantized; ranks compare this to prove that they mean the same weight."""
 
     def claim(self) -> Tensor:
-        """fp32 [n]: what this shard claims; the maximum over all shards is agreed on. n is the same for all shards."""
+        """Return fp32 [n], what this shard claims. The maximum over all is agreed on, so n is the same for all."""
 
     def adopt(self, agreed: Tensor) -> None:
-        """Re-encode under the agreed values (fp32 [n]); keep the bytes where they fit already."""
+        """Re-encode under the agreed values (fp32 [n]); keep the bytes if they fit already."""
 
 
 @functools.singledispatch
 def scales_of_shard(shard: object, param: Tensor) -> SharedScales | None:
-    """`scales_of` by the class of the local tensor (`scales_of_shard.register`)."""
+    """Return `scales_of` by the class of the local tensor (`scales_of_shard.register`)."""
     return None
 
 
 def scales_of(param: Tensor) -> SharedScales | None:
-    """The scales of a parameter's shard; None for one that is not quantized."""
+    """Return the scales of a parameter's shard; None for one that is not quantized."""
     return scales_of_shard(local_of(param), param)
 
 
@@ -87,14 +87,14 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[t
             are all equal, the order decides, and must be the same on all ranks.
 
     Returns:
-        The number of all-reduces: one for each distinct group with anything to agree on (two where its values do not
+        The number of all-reduces: one for each distinct group with anything to agree on (two if its values do not
         fit into one message, which holds some thousands), 0 in a single process. Not counted is the one of 16 KiB in
         each other group that cuts parameters, which proves that no rank of it has anything to agree on.
 
     Raises:
         ValueError: parameters that can share scales are on the meta device, or are gathered, or cannot be written in
             place; a weight is there without another whose scale it shares.
-        RuntimeError: on all ranks of a group, where they have different weights, or one of them failed; nothing has
+        RuntimeError: on all ranks of a group, if they have different weights, or one of them failed; nothing has
             been written.
 
     Example:
@@ -111,17 +111,19 @@ def sync_scales(model_or_params: torch.nn.Module | Iterable[Tensor] | Iterable[t
         named = parameters_at_rest(model_or_params)
     else:
         named = [one if isinstance(one, tuple) else ("", one) for one in model_or_params]
+    # a rank whose parameters share nothing still takes part, so that no other waits for it
     meeting = meeting_of([label_of(*pair) for pair in named], cuts_of([param for _, param in named]))
     return agree_on_scales("sync_scales", named, meeting)
 
 
 def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]], meeting: Sequence[dist.ProcessGroup]) -> int:
-    """`sync_scales` of (name, parameter), where "" stands for no name; `what` is the operation, for errors.
+    """Do `sync_scales` for (name, parameter), where "" stands for no name; `what` is the operation, for errors.
 
     meeting: groups that take part in any case (`meeting_of`), so that no rank waits for one whose parameters share no
     scale.
     """
     named = [(name, param) for name, param in named if _can_share(param)]
+    # what is written into a gathered weight is lost at the next reshard
     if any(is_gathered(param) for _, param in named):
         raise ValueError(
             f"{what}: the parameters are those gathered for a forward, not the shards; call reshard() on their FSDP "
@@ -159,7 +161,7 @@ def agree_on_scales(what: str, named: Iterable[tuple[str, Tensor]], meeting: Seq
 
 
 def parameters_at_rest(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """(name, parameter) of a module, after resharding what a forward without backward left gathered.
+    """Return (name, parameter) of a module, after resharding what a forward without backward left gathered.
 
     A parameter with several names gets the least of them, since which one comes first may differ between ranks.
     """
@@ -173,26 +175,26 @@ def parameters_at_rest(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def label_of(name: str, param: Tensor) -> str:
-    """What must be equal on all ranks for a parameter, in words."""
+    """Return what must be equal on all ranks for a parameter, in words."""
     scales = scales_of(param)
     placements = param.placements if isinstance(param, DTensor) else None
-    text = _described(param.shape, param.dtype, placements, "dense" if scales is None else scales.kind())
+    text = _describe(param.shape, param.dtype, placements, "dense" if scales is None else scales.kind())
     return f"{name}: {text}" if name else text
 
 
 @functools.lru_cache(maxsize=4096)
-def _described(shape: torch.Size, dtype: torch.dtype, placements: tuple[Any, ...] | None, kind: str) -> str:
+def _describe(shape: torch.Size, dtype: torch.dtype, placements: tuple[Any, ...] | None, kind: str) -> str:
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} {kind}, placed {placements}"
 
 
 def is_gathered(param: Tensor) -> bool:
-    """Whether a parameter is what was gathered for a forward, not the shard."""
+    """Return whether a parameter is what was gathered for a forward, not the shard."""
     local = local_of(param)
     return isinstance(local, AllGatherHooks) and local._sharding.shards is not None
 
 
 def _refuse_unwritable(what: str, shared: Iterable[tuple[str, Tensor, object]]) -> None:
-    """Raise ValueError where a shard that may be encoded anew cannot be written in place."""
+    """Raise ValueError if a shard that may be encoded anew cannot be written in place."""
     shards = {name or label_of(name, param): local_of(param) for name, param, _ in shared}
     parts = {
         f"{name}.{part}": tensor
@@ -213,7 +215,7 @@ def _can_share(param: Tensor) -> bool:
 def max_over_groups(
     what: str, labels: Sequence[Label], values: Sequence[Tensor], groups: Sequence[Sequence[dist.ProcessGroup]]
 ) -> tuple[list[Tensor], int]:
-    """Elementwise maximum of each tensor over the groups that belong to it.
+    """Return the elementwise maximum of each tensor over the groups that belong to it.
 
     Args:
         what: the operation, for errors.
@@ -222,7 +224,7 @@ def max_over_groups(
         groups: for each tensor, the groups it is reduced over, none or more.
 
     Returns:
-        The maxima (the tensors themselves where there is no group), and the number of all-reduces it took.
+        The maxima (the tensors themselves if there is no group), and the number of all-reduces it took.
 
     Raises:
         RuntimeError: ranks of a group have different labels, or one of them failed (`tell_groups`). It is raised on
@@ -236,6 +238,7 @@ def max_over_groups(
     trouble: RanksDifferError | None = None
     for group in in_order(labels, groups):
         indices = members[group]
+        # ranks of this group do not know yet that another group found a difference
         if trouble is not None:
             tell_failure(channel_of(group), result[0].device)
             continue
@@ -256,12 +259,13 @@ def max_over_groups(
 def sum_over_groups(
     labels: Sequence[Label], values: Sequence[Tensor], groups: Sequence[Sequence[dist.ProcessGroup]]
 ) -> list[Tensor]:
-    """Elementwise sum of each tensor (1-D, one dtype, any devices) over the groups that belong to it.
+    """Return the elementwise sum of each tensor (1-D, one dtype, any devices) over the groups that belong to it.
 
     One all-reduce for each distinct group. It proves nothing about the ranks: call it behind a `max_over_groups` with
     the same labels and groups.
     """
     result = list(values)
+    # sums need one order of values on all ranks, as maxima do
     for group in in_order(labels, groups):
         own = sorted((index for index, over in enumerate(groups) if group in over), key=lambda index: labels[index])
         total = torch.cat([result[index].to(result[own[0]].device) for index in own])
@@ -272,24 +276,25 @@ def sum_over_groups(
 
 
 def tell_groups(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessGroup]], device: torch.device) -> None:
-    """Called instead of `max_over_groups` on a rank that failed: the others raise instead of waiting for it."""
+    """Take the place of `max_over_groups` on a rank that failed: the others raise instead of waiting for it."""
     for group in in_order(labels, groups):
         tell_failure(channel_of(group), device)
 
 
 def tell_sharing(named: Iterable[tuple[str, Tensor]], meeting: Sequence[dist.ProcessGroup]) -> None:
-    """Called instead of `agree_on_scales` on a rank that failed: the others raise instead of waiting for it."""
+    """Take the place of `agree_on_scales` on a rank that failed: the others raise instead of waiting for it."""
     shared = [(name, param, over) for name, param in named if (over := groups_sharing(param))]
     labels, groups = [(label_of(name, param),) for name, param, _ in shared], [over for _, _, over in shared]
     shards = [local_of(param) for _, param, _ in shared]
     device = next((shard.device for shard in shards if not shard.is_meta), torch.device("cpu"))
-    tell_groups([*labels, MEETING], [*groups, list(meeting)], device)  # a group that cannot reduce there takes a copy
+    # a group that cannot reduce there takes a copy
+    tell_groups([*labels, MEETING], [*groups, list(meeting)], device)
 
 
 def meeting_of(
     labels: Sequence[str], cuts: Sequence[Sequence[tuple[int, dist.ProcessGroup]]]
 ) -> list[dist.ProcessGroup]:
-    """All groups that cut parameters, in the same order on all ranks; over these a value under MEETING is reduced.
+    """Return all groups that cut parameters, in one order on all ranks; a value under MEETING is reduced over them.
 
     So no rank waits for one that has nothing to say about the parameters of a group.
 
@@ -305,24 +310,24 @@ def meeting_of(
 
 
 def groups_sharing(param: Tensor) -> list[dist.ProcessGroup]:
-    """The groups over which the shards of a parameter share a scale; empty for one that has no such scale."""
+    """Return the groups over which the shards of a parameter share a scale; empty for one that has no such scale."""
     scales = scales_of(param)
     return [] if scales is None else groups_of(param, scales.shared_along)
 
 
 def partners_of(param: Tensor) -> Partners | None:
-    """The weights with which a parameter shares its tensor-wide scale; None for one that has it alone."""
+    """Return the weights with which a parameter shares its tensor-wide scale; None for one that has it alone."""
     scales = scales_of(param)
     return None if scales is None else scales.partners
 
 
 def groups_of(param: Tensor, shared_along: Callable[[int], bool]) -> list[dist.ProcessGroup]:
-    """The groups over which a parameter is cut along one of certain dims."""
+    """Return the groups over which a parameter is cut along one of certain dims."""
     return [group for dim, group in cuts_of([param])[0] if shared_along(dim)]
 
 
 def cuts_of(params: Sequence[Tensor]) -> list[list[tuple[int, dist.ProcessGroup]]]:
-    """For each parameter: (tensor dim, group) of every mesh dim that shards it over more than one rank.
+    """Return for each parameter (tensor dim, group) of every mesh dim that shards it over more than one rank.
 
     Parameters of the same layout get the same list.
     """

@@ -77,7 +77,7 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def is_tracing() -> bool:
-    """Whether torch.compile or torch.export is at work in this thread: tracing, describing tensors, running fake ones.
+    """Return whether torch.compile or torch.export works in this thread: traces, describes tensors, runs fake ones.
 
     torch.compiler.is_compiling() cannot tell: from torch 2.13 on it is True in all threads while one of them compiles;
     before that, it is False in eager code that a tracer calls.
@@ -90,7 +90,7 @@ def is_tracing() -> bool:
 
 
 def is_described() -> bool:
-    """Whether the method that asks this was called by torch as it describes a tensor, to make a fake one of it.
+    """Return whether the method that asks this was called by torch as it describes a tensor, to make a fake one of it.
 
     torch.export.export(strict=False) describes a model's weights before it enters any state that `is_tracing` could
     see, so we look at the name of the calling module.
@@ -99,13 +99,13 @@ def is_described() -> bool:
 
 
 def asking_package() -> str:
-    """The package of the code that called a method, from two calls inside of it: the method calls who asks this."""
+    """Return the package of the code that called a method, from two calls inside of it, as that method asks."""
     name: str = sys._getframe(3).f_globals.get("__name__", "")
     return name.partition(".")[0]
 
 
 def traced_inputs() -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that dynamo has taken into the trace of this thread, with the expression it comes from.
+    """Yield every tensor that dynamo has taken into the trace of this thread, with the expression it comes from.
 
     Of all that torch keeps of a trace, this alone has the tensors as they are: whoever computes the key of a graph, for
     one of torch's caches on disk, is within the trace, and asks only the outermost tensor.
@@ -125,7 +125,7 @@ def traced_inputs() -> Iterator[tuple[str, Tensor]]:
 
 
 def constant_in_graphs(fn: Callback) -> Callback:
-    """A decorator: dynamo calls `fn` while it traces, and takes what it returns for a constant.
+    """Return a decorator: dynamo calls `fn` while it traces, and takes what it returns for a constant.
 
     It does what torch.compiler.assume_constant_result does, which imports dynamo: seconds, and changes to the process
     that nobody expects of an import.
@@ -135,7 +135,7 @@ def constant_in_graphs(fn: Callback) -> Callback:
 
 
 def is_watched() -> bool:
-    """Whether a mode (a flop counter, selective checkpointing) or torch.func sees every operation.
+    """Return whether a mode (a flop counter, selective checkpointing) or torch.func sees every operation.
 
     Under a TorchDispatchMode or torch.func, torch.compile gives up and marks the function as never to be compiled
     again. It traces a TorchFunctionMode along with the function, and fails if that does logging, for example. Modes
@@ -148,7 +148,7 @@ def is_watched() -> bool:
 
 
 def is_zero_tensor(tensor: Tensor) -> bool:
-    """Whether it is one of torch's zeros without memory, which forward-mode differentiation makes tangents of.
+    """Return whether it is one of torch's zeros without memory, which forward-mode differentiation makes tangents of.
 
     torch has no public function that tells. Reading the memory of one reads address 0.
     """
@@ -156,17 +156,17 @@ def is_zero_tensor(tensor: Tensor) -> bool:
 
 
 def mark_rows_dynamic(tensor: Tensor) -> None:
-    """Have torch.compile(dynamic=None) make the size of dim 0 a variable, where it otherwise takes sizes as constants.
+    """Have torch.compile(dynamic=None) make the size of dim 0 a variable; it takes other sizes as constants.
 
     torch documents the function, despite the underscore; with no mark, code for each first number of rows is compiled
-    before code for all. It does not raise where the size turns out to be a constant, for a single row say.
+    before code for all. It does not raise if the size turns out to be a constant, for a single row say.
     """
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 @contextmanager
 def one_dispatch_state(device_type: str) -> Iterator[None]:
-    """One state for operations on plain tensors, wherever they are called: no autograd, view tracking or autocast.
+    """Enter one state for operations on plain tensors, wherever called: no autograd, view tracking or autocast.
 
     Dynamo guards on all of these, and would compile a function again for each: calls from within __torch_dispatch__,
     from outside, under autocast, in inference mode. Most of them have no public switch. __torch_function__ is turned
@@ -183,10 +183,10 @@ def one_dispatch_state(device_type: str) -> Iterator[None]:
 
 
 def cpu_by_default() -> AbstractContextManager[Any]:
-    """Inside, the CPU is the default device, for code that makes small tensors without naming a device.
+    """Make the CPU the default device inside, for code that makes small tensors without naming a device.
 
     Such code is torch's planning of checkpoints, and safetensors. A device context slows down everything inside, even
-    reading attributes of tensors, so it is entered only where another device is the default.
+    reading attributes of tensors, so it is entered only if another device is the default.
     """
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
@@ -194,7 +194,7 @@ def cpu_by_default() -> AbstractContextManager[Any]:
 def compute_local_shape_and_global_offset(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The function of this name in torch, made independent of the default device."""
+    """Return the function of this name in torch, made independent of the default device."""
     with cpu_by_default():
         return dtensor_utils.compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
 
@@ -207,7 +207,7 @@ def make_wrapper(
     *,
     strides: Sequence[int] | None = None,
 ) -> Any:
-    """A tensor of class `cls` that has a shape, strides (None: contiguous), dtype and device, but no data of its own.
+    """Return a tensor of class `cls` with a shape, strides (None: contiguous), dtype and device, but no data.
 
     There is no public constructor for wrapper subclasses. A storage_offset must never be given: the wrapper has no
     storage.
@@ -216,7 +216,7 @@ def make_wrapper(
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor, outside autograd's graph, or the tensor itself; never an alias.
+    """Return the local tensor of a DTensor, outside autograd's graph, or the tensor itself; never an alias.
 
     `to_local()` of a parameter makes a new view each time, marked as a parameter. For a tensor of parts this takes
     longer than anything else that an optimizer step does to a small weight. A plain parameter is returned as the leaf
@@ -226,7 +226,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """`local_of` each."""
+    """Return `local_of` each."""
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
@@ -236,7 +236,7 @@ def named_locals_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """A DTensor of global `shape` whose local tensor is `local` itself, whatever its device.
+    """Return a DTensor of global `shape` whose local tensor is `local` itself, whatever its device.
 
     `DTensor.from_local` moves the local tensor to the mesh's device, which would send a staged CPU copy back to the
     GPU.
@@ -247,7 +247,7 @@ def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
 
 
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor around `local`, whatever its device, with the mesh, placements, shape and dtype of `like`.
+    """Return a DTensor around `local`, whatever its device, with the mesh, placements, shape and dtype of `like`.
 
     Like `dtensor_around`, but it shares the spec of `like`. That saves describing the global tensor again, and keeps
     the order of shards, which placements alone do not determine.
@@ -268,7 +268,7 @@ def note_shard_rows(weight: Tensor, rows: int) -> None:
 
 
 def shard_rows(weight: Tensor) -> int | None:
-    """What `note_shard_rows` noted; None where FSDP2 has not cut the weight."""
+    """Return what `note_shard_rows` noted; None if FSDP2 has not cut the weight."""
     return vars(weight).get(_SHARD_ROWS)
 
 
@@ -282,7 +282,7 @@ _HOOK_TABLES = (
 
 
 def hook_tables(module: nn.Module) -> dict[str, MutableMapping[int, Any]]:
-    """The registries themselves (no copies) of a module's forward hooks, by name without the underscore.
+    """Return the registries themselves (no copies) of a module's forward hooks, by name without the underscore.
 
     torch lets callers register hooks and remove their own, but not list them. Calibration calls layers with all hooks
     but FSDP's, and removes those that a model registers while its layers are away. A table `.._with_kwargs` has the
@@ -292,7 +292,7 @@ def hook_tables(module: nn.Module) -> dict[str, MutableMapping[int, Any]]:
 
 
 def mixed_precision(module: Any) -> Any:
-    """The MixedPrecisionPolicy of an FSDP module.
+    """Return the MixedPrecisionPolicy of an FSDP module.
 
     Calibration calls a layer many times on weights that it holds, so without FSDP's hooks, and casts in their place.
     FSDP has no public way to read the policy.
@@ -301,7 +301,7 @@ def mixed_precision(module: Any) -> Any:
 
 
 def managed(module: Any) -> Iterator[tuple[nn.Module, str]]:
-    """Owner and attribute of each parameter that the `fully_shard` call of this FSDP module shards.
+    """Yield owner and attribute of each parameter that the `fully_shard` call of this FSDP module shards.
 
     Parameters that it was told to ignore look the same: DTensors below an FSDP module. FSDP has no public way to tell.
     """
@@ -316,7 +316,7 @@ def managed(module: Any) -> Iterator[tuple[nn.Module, str]]:
 
 
 def group_size(module: Any) -> int:
-    """How many modules were given to the `fully_shard` call of this FSDP module.
+    """Return how many modules were given to the `fully_shard` call of this FSDP module.
 
     Before torch 2.13 the group's first module casts inputs, its last one casts outputs, and the others cast nothing.
     FSDP has no public way to tell which modules share a call.
@@ -325,12 +325,12 @@ def group_size(module: Any) -> int:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that this one was sliced from, or itself; torch has no public way up from a slice."""
+    """Return the mesh that this one was sliced from, or itself; torch has no public way up from a slice."""
     return mesh._get_root_mesh()
 
 
 def written_by(func: Any) -> list[bool]:
-    """For each positional argument of an op, whether the op may write into it.
+    """Return for each positional argument of an op whether the op may write into it.
 
     Only the op's schema tells, and torch has no public way to it. The schemas of collectives do not say it.
     """

@@ -51,13 +51,13 @@ class _Slot:
     digest: Tensor  # of the gathered bytes at entry
 
     def now(self) -> Any:
-        """The parameter in this place at this moment; None where the body removed it."""
+        """Return the parameter in this place at this moment; None if the body removed it."""
         return getattr(self.owner, self.name, None)
 
     def written(self) -> bool | None:
-        """Whether the body wrote into the parameter or replaced it; None where only the bytes can tell.
+        """Return whether the body wrote into the parameter or replaced it; None if only the bytes can tell.
 
-        They cannot where somebody wrote into the shards meanwhile.
+        They cannot if somebody wrote into the shards meanwhile.
         """
         if self.now() is self.sharded:
             return self.lost()
@@ -66,7 +66,7 @@ class _Slot:
         return None if _stamp(self.sharded) == self.sharded_stamp else False
 
     def lost(self) -> bool:
-        """Whether the body wrote into the parameter and then sharded it again, which frees the buffers."""
+        """Return whether the body wrote into the parameter and then sharded it again, which frees the buffers."""
         count = 2 + len(_plain_parts(self.full))
         return self.now() is self.sharded and _stamp(self.full)[:count] != self.stamp[:count]
 
@@ -104,7 +104,7 @@ def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Modu
 
 @contextmanager
 def hold_gathered(module: nn.Module, groups: Iterable[FSDPModule], *, writeback: bool) -> Iterator[None]:
-    """`unsharded` for some of the FSDP modules in `module` only, such as a root without its layers."""
+    """Do `unsharded` for some of the FSDP modules in `module` only, such as a root without its layers."""
     groups = [group for group in groups if group not in _held]
     if not groups:
         yield
@@ -117,6 +117,7 @@ def hold_gathered(module: nn.Module, groups: Iterable[FSDPModule], *, writeback:
     _held.update(groups)
     try:
         yield
+        # all ranks compare the same gathered bytes, so that all of them raise or none does
         changed = _changed(slots)
         if changed and not writeback:
             raise RuntimeError(
@@ -153,8 +154,9 @@ def _is_gathered(param: Tensor) -> bool:
 
 
 def _gather(module: nn.Module, groups: Sequence[FSDPModule]) -> list[_Slot]:
-    """Unshard every group, from its shards. Returns the places where this replaced the parameter."""
+    """Unshard every group, from its shards; return the places where this replaced the parameter."""
     places = list(_places(module, groups))
+    # a forward without backward may have left an older gather in place
     for group in groups:
         group.reshard()
     sharded = _standing(places)
@@ -188,6 +190,7 @@ def _release(groups: Sequence[FSDPModule], slots: Sequence[_Slot]) -> None:
     for slot in _changed(slots):
         if slot.now() is not slot.sharded:
             setattr(slot.owner, slot.name, slot.full)
+            # after `param.data = ...` FSDP goes on with its own buffers, so the alias is restored
             if not isinstance(slot.data, AllGatherHooks | DTensor):
                 slot.full.data = slot.data
     for group in groups:
@@ -197,7 +200,7 @@ def _release(groups: Sequence[FSDPModule], slots: Sequence[_Slot]) -> None:
 
 
 def _places(module: nn.Module, groups: Sequence[FSDPModule]) -> Iterator[tuple[FSDPModule, nn.Module, str, str]]:
-    """(group, owner, name, fqn) of every parameter; a module belongs to the nearest FSDP module above it."""
+    """Yield (group, owner, name, fqn) of every parameter; a module belongs to the nearest FSDP module above it."""
     nearest: dict[nn.Module, FSDPModule] = {}
     wanted = set(groups)
     for group in (child for child in module.modules() if isinstance(child, FSDPModule)):  # outer ones first
@@ -226,7 +229,7 @@ def _plain_parts(param: Tensor) -> list[Tensor]:
 
 
 def _stamp(param: Tensor | None) -> tuple[int, ...]:
-    """Identity, version counters and addresses: differs after any write that torch can see."""
+    """Return identity, version counters and addresses: these differ after any write that torch can see."""
     if param is None:
         return ()
     tensors = _plain_parts(param)
@@ -256,7 +259,7 @@ def _check_shapes(changed: Sequence[_Slot]) -> None:
 
 
 def _changed(slots: Sequence[_Slot]) -> list[_Slot]:
-    """The slots whose parameters the body wrote into or replaced.
+    """Return the slots whose parameters the body wrote into or replaced.
 
     It compares all gathered bytes, not only this rank's rows, so that all ranks come to the same answer.
     """
@@ -269,7 +272,7 @@ def _changed(slots: Sequence[_Slot]) -> list[_Slot]:
 
 
 def _same(read: Sequence[Tensor], before: Sequence[Tensor]) -> list[bool]:
-    """Whether each digest is what it was; one host sync for each device."""
+    """Return whether each digest is what it was; one host sync for each device."""
     by_device: dict[torch.device, list[int]] = {}
     for index, one in enumerate(read):
         by_device.setdefault(one.device, []).append(index)
@@ -281,7 +284,7 @@ def _same(read: Sequence[Tensor], before: Sequence[Tensor]) -> list[bool]:
 
 
 def _digests(params: Sequence[Tensor]) -> list[Tensor]:
-    """int64 [] for each parameter: the digest of the bytes behind it. Those on one device are read together."""
+    """Return int64 [] for each parameter: the digest of the bytes behind it. Those on one device are read together."""
     parts = [_plain_parts(param) for param in params]
     by_device: dict[torch.device, list[int]] = {}
     for index, tensors in enumerate(parts):
@@ -305,18 +308,19 @@ def _write_back(slot: _Slot) -> None:
 
 
 def _own_rows(slot: _Slot, full: Tensor) -> Tensor:
-    """The part of a gathered tensor that this rank's shard holds, an alias."""
+    """Return the part of a gathered tensor that this rank's shard holds, an alias."""
     mesh = slot.sharded.device_mesh
     tensor_parallel = slot.full.device_mesh.ndim if isinstance(slot.full, DTensor) else 0
     for dim, placement in enumerate(slot.sharded.placements[: mesh.ndim - tensor_parallel]):
-        along = getattr(placement, "dim", None)  # FSDP over TP on the same dim is strided: no is_shard()
+        # FSDP over TP on the same dim is strided: no is_shard()
+        along = getattr(placement, "dim", None)
         if along is not None:
             full = full.narrow(along, *_chunk(full.shape[along], mesh.size(dim), mesh.get_local_rank(dim)))
     return full
 
 
 def _chunk(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """First row and number of rows of a rank's chunk, cut as torch.chunk cuts."""
+    """Return the first row and the number of rows of a rank's chunk, cut as torch.chunk cuts."""
     size = -(-rows // ranks)
     start = min(rank * size, rows)
     return start, min(size, rows - start)

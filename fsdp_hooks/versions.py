@@ -22,6 +22,7 @@ def count_writes(tensors: Iterable[Tensor]) -> None:
     """Count one in-place write into each tensor, and for a DTensor also into its local tensor."""
     if is_tracing():  # a graph tracks its writes in its own way
         return
+    # autograd may have saved either, the DTensor or its local tensor
     found = [own for one in tensors for own in ((one, local_of(one)) if isinstance(one, DTensor) else (one,))]
     with without_torch_function():  # which asking a tensor of parts would go through
         torch.autograd.graph.increment_version([one for one in found if not one.is_inference()])

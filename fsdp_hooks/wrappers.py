@@ -31,7 +31,7 @@ AROUND = ("base_model", "lora_model", "model", "token_adapter")  # where what pe
 
 
 def plain_name(name: str) -> str:
-    """A name without the steps into wrappers that no model has by itself."""
+    """Return a name without the steps into wrappers that no model has by itself."""
     if not any(step in name for step in STEPS):
         return name
     return ".".join(key for key in name.split(".") if key not in STEPS)
@@ -45,7 +45,7 @@ class ModulePlace:
         path: of `named_modules()`.
         name: in the plain model; a wrapper has that of what it wraps.
         module: it.
-        inner: the attribute under which it has the module that it wraps; "" where it is no wrapper.
+        inner: the attribute under which it has the module that it wraps; "" if it is no wrapper.
         adapter: whether the tensors of its own belong to an adapter.
     """
 
@@ -56,11 +56,11 @@ class ModulePlace:
     adapter: bool = False
 
     def merged(self) -> bool:
-        """Whether peft has merged adapters into the module that it adapts, and could take them out again."""
+        """Return whether peft has merged adapters into the module that it adapts, and could take them out again."""
         return self.inner in ADAPTED and self.adapter and bool(getattr(self.module, "merged_adapters", None))
 
     def not_merged(self) -> bool:
-        """Whether it adapts a module in a way that is not in that module's own tensors."""
+        """Return whether it adapts a module in a way that is not in that module's own tensors."""
         if not self.inner or not self.adapter:
             return False
         if self.inner in ADAPTED:
@@ -72,14 +72,14 @@ class ModulePlace:
 
 
 def places(model: nn.Module) -> Iterator[ModulePlace]:
-    """All modules, in the order of `named_modules(remove_duplicate=False)`."""
+    """Yield all modules, in the order of `named_modules(remove_duplicate=False)`."""
     yield from _places(model, "", "", adapter=False)
 
 
 def plain_modules(
     model: nn.Module, *, remove_duplicate: bool = True, adapters: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """As `named_modules()`, by plain names; `adapters`: with what only adapters consist of.
+    """Yield what `named_modules()` does, by plain names; `adapters`: with what only adapters consist of.
 
     A wrapper comes before what it wraps, under the same name: a dict of them has the innermost modules.
     """
@@ -93,7 +93,7 @@ def plain_modules(
 
 
 def module_named(model: nn.Module, name: str) -> nn.Module:
-    """The innermost module of that plain name. Raises AttributeError where there is none."""
+    """Return the innermost module of that plain name. Raises AttributeError if there is none."""
     found = [module for own, module in plain_modules(model, remove_duplicate=False) if own == name]
     if not found:
         raise AttributeError(f"the model has no module {name!r}")
@@ -101,21 +101,21 @@ def module_named(model: nn.Module, name: str) -> nn.Module:
 
 
 def plain_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """As `named_parameters()`, by plain names; adapters are among them."""
+    """Yield what `named_parameters()` does, by plain names; adapters are among them."""
     names = PlainNames(model)
     for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
         yield names.plain(name), param
 
 
 def plain_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """As `named_buffers()`, by plain names; adapters are among them."""
+    """Yield what `named_buffers()` does, by plain names; adapters are among them."""
     names = PlainNames(model)
     for name, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
         yield names.plain(name), buffer
 
 
 def without_replication(model: nn.Module) -> nn.Module:
-    """The model that replicas wrap: a forward of theirs would wait for the other ranks, whatever these do."""
+    """Return the model that replicas wrap: a forward of theirs would wait for the other ranks, whatever these do."""
     inside = module = model
     while inner := _inner(module):
         held = module._modules[inner]
@@ -126,19 +126,19 @@ def without_replication(model: nn.Module) -> nn.Module:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """What all wrappers around a module wrap."""
+    """Return what all wrappers around a module wrap."""
     while inner := _inner(module):
         module = module._modules[inner]  # type: ignore[assignment]
     return module
 
 
 def unmerged(model: nn.Module) -> list[str]:
-    """The plain names of modules that compute with adapters which are not in the modules' own tensors."""
+    """Return the plain names of modules that compute with adapters which are not in the modules' own tensors."""
     return list(dict.fromkeys(place.name for place in places(model) if place.not_merged()))
 
 
 def merged(model: nn.Module) -> list[str]:
-    """The plain names of modules into which peft has merged adapters."""
+    """Return the plain names of modules into which peft has merged adapters."""
     return list(dict.fromkeys(place.name for place in places(model) if place.merged()))
 
 
@@ -150,7 +150,7 @@ class PlainNames:
         self._places = {plain_name(place.path): place for place in places(model)}
 
     def plain(self, name: str) -> str:
-        """The plain name of a tensor or a module."""
+        """Return the plain name of a tensor or a module."""
         key = plain_name(name)
         if key in self._places:
             return self._places[key].name
@@ -158,11 +158,11 @@ class PlainNames:
         return f"{place.name}.{own}".removeprefix(".")
 
     def is_adapter(self, name: str) -> bool:
-        """Whether a tensor belongs to an adapter."""
+        """Return whether a tensor belongs to an adapter."""
         return self._owner(plain_name(name))[0].adapter
 
     def is_counter(self, name: str) -> bool:
-        """Whether it is what a wrapper counts by, and no tensor of the model."""
+        """Return whether it is what a wrapper counts by, and no tensor of the model."""
         place, own = self._owner(plain_name(name))
         return isinstance(place.module, AveragedModel) and own == "n_averaged"
 
@@ -175,7 +175,7 @@ class PlainNames:
 
 
 def plain_state_dict(model: nn.Module, *, keep_vars: bool = False, adapters: bool = True) -> dict[str, Any]:
-    """`state_dict()` by plain names, with or without adapters; counters of wrappers are not in it."""
+    """Return `state_dict()` by plain names, with or without adapters; counters of wrappers are not in it."""
     names = PlainNames(model)
     return {
         names.plain(name): value
@@ -196,7 +196,7 @@ def _places(module: nn.Module, path: str, name: str, *, adapter: bool) -> Iterat
 
 
 def _inner(module: nn.Module) -> str:
-    """The attribute under which a wrapper has what it wraps; "" for a module that is none."""
+    """Return the attribute under which a wrapper has what it wraps; "" for a module that is none."""
     held = module._modules
     if isinstance(module, HOLDERS):
         return "module"
@@ -205,5 +205,5 @@ def _inner(module: nn.Module) -> str:
 
 
 def _of_peft(module: nn.Module) -> bool:
-    """Whether its class is one of peft, or made of one (by fully_shard, say)."""
+    """Return whether its class is one of peft, or made of one (by fully_shard, say)."""
     return "peft" in sys.modules and any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)

@@ -5,7 +5,7 @@ all of them first:
 
     unwritable   meta tensors; those made in inference mode, outside of it; those whose elements share memory
                  (torch.Tensor.expand); CPU memory that is mapped for reading alone (a numpy.memmap of mode "r", say),
-                 where the system tells
+                 if the system tells
     meeting      tensors that lie on each other's memory, so that a write into one changes another
 """
 
@@ -20,17 +20,19 @@ MAPS = Path("/proc/self/maps")  # of Linux
 
 
 def unwritable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> why a plain tensor cannot be written in place, and what to do; nothing for those that can.
+    """Return name -> why a plain tensor cannot be written in place, and what to do; nothing for those that can.
 
     Args:
         tensors: plain ones: local tensors, the parts of quantized ones.
     """
-    found = {name: why for name, tensor in tensors.items() if (why := _refused(tensor)) is not None}
+    found = {name: why for name, tensor in tensors.items() if (why := _why_refused(tensor)) is not None}
     there = {name: tensor for name, tensor in tensors.items() if name not in found and tensor.is_cpu and tensor.numel()}
+    # torch does not know of memory that is mapped for reading: the write would end the process
     guarded = _read_only() if there else []
     starts = [start for start, _ in guarded]
     for name, tensor in there.items() if guarded else ():
         first, end = span_of(tensor)
+        # the last range that begins before the tensor ends
         place = bisect_right(starts, end - 1) - 1
         if place >= 0 and guarded[place][1] > first:
             found[name] = "its memory can only be read (a file mapped for reading, say); clone it"
@@ -38,7 +40,7 @@ def unwritable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def meeting(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names of plain tensors whose memory reaches into each other's, where there are several."""
+    """Yield names of plain tensors whose memory reaches into each other's, if there are several."""
     spans: dict[torch.device, list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
         if tensor.numel() and not tensor.is_meta:
@@ -55,12 +57,12 @@ def meeting(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte of a plain tensor with elements, and behind its last one."""
+    """Return the addresses of the first byte of a plain tensor with elements, and behind its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-def _refused(tensor: Tensor) -> str | None:
+def _why_refused(tensor: Tensor) -> str | None:
     if tensor.is_meta:
         return "it is on the meta device, without memory; call to_empty() first"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -74,7 +76,7 @@ def _refused(tensor: Tensor) -> str | None:
 
 
 def _repeats(tensor: Tensor) -> bool:
-    """Whether elements share memory; also True for strides that interleave without sharing any, which nobody makes."""
+    """Return whether elements share memory, or have strides that interleave without sharing (which nobody makes)."""
     if not tensor.numel():
         return False
     reach = 0  # of what smaller strides address
@@ -87,7 +89,7 @@ def _repeats(tensor: Tensor) -> bool:
 
 
 def _read_only() -> list[tuple[int, int]]:
-    """The address ranges of this process that cannot be written, in order; none where the system does not tell."""
+    """Return the address ranges of this process that cannot be written, in order; none if the system does not tell."""
     try:
         lines = MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

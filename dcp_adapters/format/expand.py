@@ -141,7 +141,7 @@ def gathered_leaf(value: Tensor) -> Tensor:
     local = local_of(value)
     if not isinstance(local, HighPrecisionWeight):
         return value
-    quantized = local.quantized()
+    quantized = local.quantize()
     if not isinstance(value, DTensor):
         return quantized
     return dtensor_around(quantized, value.device_mesh, value.placements, value.shape)

@@ -49,12 +49,12 @@ class TensorPiece(NamedTuple):
 
     @staticmethod
     def whole(data: Tensor) -> "TensorPiece":
-        """All of a tensor."""
+        """Return all of a tensor."""
         return TensorPiece(data, tuple(data.shape), (0,) * data.ndim)
 
 
 def byte_sums(pieces: Sequence[TensorPiece]) -> Tensor:
-    """int64 [pieces]: the share of each piece in the sum of its tensor.
+    """Return int64 [pieces]: the share of each piece in the sum of its tensor.
 
     Args:
         pieces: on one device, at least one.
@@ -62,6 +62,7 @@ def byte_sums(pieces: Sequence[TensorPiece]) -> Tensor:
     Raises:
         NotImplementedError: this machine stores the highest byte of a word first.
     """
+    # sums are kept in files, and words are bytes in the order of this machine
     if sys.byteorder != "little":
         raise NotImplementedError(
             "sums over the bytes of weights: this machine stores the highest byte of a word first, and the sums would "
@@ -91,20 +92,22 @@ class _AlikePieces:
         columns, first = (data.shape[-1], offsets[-1]) if data.ndim else (1, 0)
         self.device, self.nbytes = data.device, data.nbytes
         self.rows, self.row_bytes = math.prod(data.shape[:-1]), columns * data.itemsize
-        self.front = first * data.itemsize % WORD  # bytes of the first word that other pieces hold
+        # bytes of the first word that other pieces hold
+        self.front = first * data.itemsize % WORD
         self.first = first * data.itemsize // WORD  # number of the first word
         self.words = -(-(self.front + self.row_bytes) // WORD)  # of a row
         self.box = offsets[:-1], tuple(data.shape[:-1]), shape[:-1]
 
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """int64, together one value for each tensor."""
+        """Return int64, together one value for each tensor."""
         if not self.nbytes:
             return [torch.zeros(len(tensors), dtype=torch.int64, device=self.device)]
+        # rows have odd numbers, and columns even ones: no weight of the one is a weight of the other
         weights = _weights(2 * _rows_of(*self.box, self.device) + 1)
         return [(sums.view(-1, self.rows) * weights).sum(1) for sums in self._row_sums(tensors)]
 
     def _row_sums(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """int64 [some tensors * rows] for tensors that are read together."""
+        """Yield int64 [some tensors * rows] for tensors that are read together."""
         at_once = max(1, STACK // self.nbytes) if self.nbytes < SMALL else 1
         for start in range(0, len(tensors), at_once):
             some = [_as_bytes(tensor).view(self.rows, self.row_bytes) for tensor in tensors[start : start + at_once]]
@@ -112,7 +115,7 @@ class _AlikePieces:
             yield self._sums_of_rows(data)
 
     def _sums_of_rows(self, data: Tensor) -> Tensor:
-        """int64 [n] of bytes uint8 [n, row_bytes]."""
+        """Return int64 [n] of bytes uint8 [n, row_bytes]."""
         sums_of, most = (_row_dots_cpu, AT_ONCE_CPU) if data.is_cpu else (_row_sums, AT_ONCE)
         width = min(self.words, most)
         height = max(1, most // width)
@@ -131,10 +134,11 @@ class _AlikePieces:
         return total
 
     def _words(self, data: Tensor, left: int, right: int) -> Tensor:
-        """The words left:right of rows of bytes uint8 [n, row_bytes], int32 [n, right - left]."""
+        """Return the words left:right of rows of bytes uint8 [n, row_bytes], int32 [n, right - left]."""
         start, end = left * WORD - self.front, right * WORD - self.front
         inside = data[:, max(start, 0) : min(end, self.row_bytes)]
         missing = max(-start, 0), max(end - self.row_bytes, 0)
+        # a piece may begin within a word: what others hold of it counts as zeros here
         if any(missing):
             inside = pad(inside, missing)
         elif inside.storage_offset() % WORD or inside.stride(0) % WORD:
@@ -143,12 +147,12 @@ class _AlikePieces:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """uint8 [bytes] of a plain tensor in logical order, an alias where it is contiguous."""
+    """Return uint8 [bytes] of a plain tensor in logical order, an alias if it is contiguous."""
     return resolve(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _rows_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [rows]: the row-major numbers, in the whole, of the rows of a box; arguments without the last dim."""
+    """Return int64 [rows]: the row-major numbers, in the whole, of a box's rows; arguments lack the last dim."""
     numbers = torch.zeros(1, dtype=torch.int64, device=device)
     for offset, size, extent in zip(offsets, sizes, shape, strict=True):
         along = torch.arange(offset, offset + size, dtype=torch.int64, device=device)
@@ -157,7 +161,7 @@ def _rows_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int],
 
 
 def _weights(numbers: Tensor) -> Tensor:
-    """int64: the outputs of splitmix64 of these numbers (1: the first), made odd."""
+    """Return int64: the outputs of splitmix64 of these numbers (1: the first), made odd."""
     x = numbers * GOLDEN
     x = (x ^ _shift(x, 30)) * MIX_FIRST
     x = (x ^ _shift(x, 27)) * MIX
@@ -165,17 +169,17 @@ def _weights(numbers: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right."""
+    """Shift to the right, logically."""
     return (x >> bits).bitwise_and(2 ** (64 - bits) - 1)
 
 
 def _row_dots(words: Tensor, weights: Tensor) -> Tensor:
-    """int64 [n] of words int32 [n, words] and weights int64 [words]; a word's sign counts as its highest bit does."""
+    """Return int64 [n] of words int32 [n, words] and weights int64 [words]; the sign of a word is its highest bit."""
     return (words * weights).sum(1)
 
 
 def _row_dots_cpu(words: Tensor, weights: Tensor) -> Tensor:
-    """The same, without a product of each word in memory; compiled code takes longer, since AVX2 lacks the product."""
+    """Return the same without a product of each word in memory; compiled code is slower: AVX2 lacks the product."""
     return torch.mv(words.long(), weights)
 
 

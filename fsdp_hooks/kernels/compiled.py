@@ -54,7 +54,7 @@ class use_kernels:  # noqa: N801 - reads as a statement: use_kernels("eager")
     """Choose, for this process, whether numeric kernels are compiled; the bytes are the same.
 
     Args:
-        mode: "auto" (the default: compiled for large tensors, where there is a compiler), "compiled" (compiled for
+        mode: "auto" (the default: compiled for large tensors, if there is a compiler), "compiled" (compiled for
             tensors of any size, and a failing compiler raises) or "eager". The environment variable QTENSOR_KERNELS
             sets the mode that a process begins with.
 
@@ -77,15 +77,15 @@ class use_kernels:  # noqa: N801 - reads as a statement: use_kernels("eager")
         use_kernels.mode = mode
 
     def __enter__(self) -> None:
-        """Nothing to do: the constructor has set the mode."""
+        """Do nothing: the constructor has set the mode."""
 
     def __exit__(self, *exception: object) -> None:
-        """Back to the mode before."""
+        """Go back to the mode before."""
         use_kernels.mode = self._before
 
 
 def _for_cpu(*, narrow: bool) -> dict[str, Any]:
-    """What torch.compile is told of the CPU's vectors."""
+    """Return what torch.compile is told of the CPU's vectors."""
     bits = VECTORS.get(torch.backends.cpu.get_cpu_capability())
     return {} if bits is None else {"options": {"cpp.simdlen": min(bits, 256) if narrow else bits}}
 
@@ -105,7 +105,7 @@ _alone = threading.RLock()  # the filters of warnings belong to the whole proces
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """For a compilation: torch warns about its own code, and the caller may have turned warnings into errors."""
+    """Compile inside: torch warns about its own code, and the caller may have turned warnings into errors."""
     with _alone, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -115,7 +115,7 @@ Layout = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 def _layout(args: tuple[Any, ...]) -> Layout:
-    """What compiled code for a GPU may count on: the strides, and all sizes but the number of rows."""
+    """Return what compiled code for a GPU may count on: the strides, and all sizes but the number of rows."""
     return tuple((arg.shape[1:], arg.stride()) for arg in args if isinstance(arg, Tensor))
 
 
@@ -126,7 +126,7 @@ class Kernel:
         fn: takes tensors, the large one first, and returns tensors; no side effects.
         name: tells kernels apart in profiles and logs.
         by_hand: what runs in place of compiled code on a GPU, for the same arguments; it returns the same bytes. None
-            where nobody wrote it.
+            if nobody wrote it.
         elements: how many of them an entry of the large tensor holds.
         narrow: on a CPU with vectors of 512 bits use those of 256, because the code would not fill the wider ones.
     """
@@ -147,25 +147,29 @@ class Kernel:
         code = fn.__code__.replace(co_name=name)
         self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
         self.by_hand = self._given = by_hand
-        self._compiled: dict[Layout | None, Callable[..., Any]] = {}  # by layout of the arguments; None: any
+        # by layout of the arguments; None: any
+        self._compiled: dict[Layout | None, Callable[..., Any]] = {}
         self._failed = False
-        self._worked: set[int] = set()  # ids of functions in _compiled that have run: the next call compiles little
+        # ids of functions in _compiled that have run: the next call compiles little
+        self._worked: set[int] = set()
 
     def __call__(self, *args: Any) -> Any:
-        """`fn(*args)`."""
+        """Return `fn(*args)`."""
         # subclasses among the arguments are somebody's way of watching or faking tensors
         if not self.compiles(args[0]) or any(isinstance(arg, Tensor) and type(arg) is not Tensor for arg in args):
             return self.eager(*args)
+        # dynamo would compile again for each state in which it is called
         with one_dispatch_state(args[0].device.type):
             # detach() in this state makes aliases without a base; dynamo would also guard on a base's shape
             detached = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
             return self._run(detached)
 
     def compiled_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """The function that compiles, or has compiled, for such arguments; it may mark them for the compiler."""
+        """Return the function that compiles, or has compiled, for such arguments; it may mark them for the compiler."""
         if self.by_hand is not None and args[0].device.type in BY_HAND_ON:
             return self.by_hand
         layout = None if args[0].device.type == "cpu" else _layout(args)
+        # a model has fewer row lengths: one that goes on making them gets the dynamic code
         if layout is not None and layout not in self._compiled and len(self._compiled) >= LAYOUTS:
             layout = None
         if layout not in self._compiled:
@@ -187,7 +191,7 @@ class Kernel:
         return self._compiled[layout]
 
     def compiles(self, large: Tensor) -> bool:
-        """Whether a call with `large` as its first argument runs compiled, under the current policy."""
+        """Return whether a call with `large` as its first argument runs compiled, under the current policy."""
         mode = use_kernels.mode
         if mode == "eager":
             return False
@@ -214,7 +218,7 @@ class Kernel:
             if use_kernels.mode == "compiled":
                 raise
             LOG.info("%s failed, so other code takes its place", self.eager.__name__, exc_info=error)
-            # by_hand may be None by now, where it failed in another thread
+            # by_hand may be None by now, if it failed in another thread
             if compiled is not None and compiled is self._given:
                 self.by_hand = None
                 warnings.warn(
@@ -224,11 +228,13 @@ class Kernel:
                 )
                 return self._run(args)
             result = self.eager(*args)
-            alone = Kernel.works  # this kernel only: it had too many kinds of inputs, for example
+            # this kernel only: it had too many kinds of inputs, for example
+            alone = Kernel.works
             if alone:
                 self._failed = True
             else:
-                Kernel.failed = type(error).__name__  # the error itself would keep its frames, and their tensors, alive
+                # the error itself would keep its frames, and their tensors, alive
+                Kernel.failed = type(error).__name__
             warnings.warn(
                 f"torch.compile failed on {self.eager.__name__} ({type(error).__name__}), so "
                 f"{'it runs' if alone else 'quantization kernels run'} eagerly from here on: the same bytes, "

@@ -41,12 +41,12 @@ LOW = 2**32 - 1
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """int64 []: the digest of the bytes of one or more tensors, in this order."""
+    """Return int64 []: the digest of the bytes of one or more tensors, in this order."""
     return digests([list(tensors)])[0]
 
 
 def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
-    """int64 [groups]: the digest of each group of tensors. There is at least one tensor, and a group is on one device.
+    """Return int64 [groups]: the digest of each group of tensors. There is at least one, and a group is on one device.
 
     Where the groups are on several devices, all digests come to that of the first.
     """
@@ -68,7 +68,8 @@ def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
-    alike: dict[tuple[tuple[torch.dtype, torch.Size], ...], list[int]] = {}  # groups of tensors of the same kinds
+    # groups of tensors of the same kinds
+    alike: dict[tuple[tuple[torch.dtype, torch.Size], ...], list[int]] = {}
     for number, group in enumerate(groups):
         alike.setdefault(tuple((tensor.dtype, tensor.shape) for tensor in group), []).append(number)
     kinds: dict[tuple[torch.dtype, torch.Size], _AlikeTensors] = {}
@@ -112,7 +113,7 @@ class _AlikeTensors:
         self.firsts: list[int] = []
 
     def read(self) -> Iterator[Tensor]:
-        """The blocks of all tensors in order, as pieces int64 [n, words]."""
+        """Yield the blocks of all tensors in order, as pieces int64 [n, words]."""
         if self.nbytes < LARGE:
             at_once = max(1, STACK // self.nbytes)
             for start in range(0, len(self.tensors), at_once):
@@ -122,13 +123,14 @@ class _AlikeTensors:
         whole = self.nbytes - self.nbytes % (8 * self.words)
         for tensor in self.tensors:
             data = resolve(tensor).reshape(-1).view(torch.uint8)
+            # a view as 64-bit words must begin at a multiple of 8 bytes
             aligned = data if data.storage_offset() % 8 == 0 else data.clone()
             yield aligned[:whole].view(torch.int64).view(-1, self.words)
             if whole < self.nbytes:
                 yield self._blocks(data[None, whole:])
 
     def _blocks(self, data: Tensor) -> Tensor:
-        """The blocks int64 [n, words] of contiguous uint8 [tensors, bytes], filled up with zeros."""
+        """Return the blocks int64 [n, words] of contiguous uint8 [tensors, bytes], filled up with zeros."""
         missing = -data.shape[1] % (8 * self.words)
         if missing:
             data = torch.cat([data, data.new_zeros(len(data), missing)], dim=1)
@@ -136,7 +138,7 @@ class _AlikeTensors:
 
 
 def _odd(place: Tensor) -> Tensor:
-    """The weight of a place, an odd number."""
+    """Return the weight of a place, an odd number."""
     return (place * GOLDEN) | 1
 
 
@@ -147,9 +149,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _sums(blocks: Tensor, weights: Tensor) -> Iterator[Tensor]:
-    """The sum of each block, for one piece of the blocks at a time."""
+    """Yield the sum of each block, for one piece of the blocks at a time."""
     words = blocks.shape[1]
     kernel = _narrow_sums if words == NARROW else _wide_sums
+    # compiled code needs no temporaries, so it takes all blocks at once
     if kernel.compiles(blocks):
         yield kernel(blocks, weights[:words])
         return

@@ -8,8 +8,8 @@
 
 An error that only one rank sees (a full disk, a batch of its own) would leave the others in their next collective. What
 they raise in its place has an `ElsewhereError` as its cause, which shows where the error was raised.
-A group of None means the default group for `on_first` and `on_all` (this process alone where there is none), and ALONE
-this process alone where there is one, too (`chosen_ranks`). For `raise_together`, `any_of` and `check_same` None means
+A group of None means the default group for `on_first` and `on_all` (this process alone if there is none), and ALONE
+this process alone if there is one, too (`chosen_ranks`). For `raise_together`, `any_of` and `check_same` None means
 this process alone, as for everything that reduces statistics.
 """
 
@@ -56,7 +56,8 @@ class _Failed:
     trace: str
 
     def error(self, own: BaseException | None, rank: int) -> Exception:
-        """What a rank raises that has been told of it; `own`: what was raised there, if anything."""
+        """Return what a rank raises that has been told of it; `own`: what was raised there, if anything."""
+        # only the name of the type travels: pickled classes of others may not load here
         kept: dict[str, type[Exception]] = {kind.__name__: kind for kind in KEPT}
         error = kept.get(self.kind, RuntimeError)(self.text)
         error.__cause__ = own if own is not None and rank == self.rank else elsewhere(self.rank, self.trace, own)
@@ -64,7 +65,7 @@ class _Failed:
 
 
 def chosen_ranks(caller: str, group: dist.ProcessGroup | None, *, no_dist: bool) -> Ranks:
-    """The ranks that a caller's arguments `group` and `no_dist` name.
+    """Return the ranks that a caller's arguments `group` and `no_dist` name.
 
     Raises:
         ValueError: both are given, or this rank is not in the group.
@@ -77,34 +78,35 @@ def chosen_ranks(caller: str, group: dist.ProcessGroup | None, *, no_dist: bool)
 
 
 def ranks_of(group: Ranks) -> int:
-    """How many ranks there are; 1 without a process group."""
+    """Return how many ranks there are; 1 without a process group."""
     if isinstance(group, Alone):
         return 1
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank_of(group: Ranks) -> int:
-    """This process's rank in the group; 0 without a process group."""
+    """Return this process's rank in the group; 0 without a process group."""
     if isinstance(group, Alone):
         return 0
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def global_ranks(group: Ranks) -> list[int]:
-    """The global numbers of the ranks of a group, in its order."""
+    """Return the global numbers of the ranks of a group, in its order."""
     if isinstance(group, Alone):
         return [rank_of(None)]
     return list(range(ranks_of(None))) if group is None else dist.get_process_group_ranks(group)
 
 
 def device_of(group: dist.ProcessGroup | None, wanted: torch.device = CPU) -> torch.device:
-    """A device on which the group can reduce: `wanted` if it can."""
+    """Return a device on which the group can reduce: `wanted` if it can."""
     kinds = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
     return wanted if wanted.type in kinds else this_device(kinds[0])
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
-    """dist.all_reduce in place, wherever the tensor is: weights offloaded to the CPU can have a group of GPUs alone."""
+    """Do dist.all_reduce in place, wherever the tensor is: offloaded weights can have a group of GPUs alone."""
+    # a group of NCCL cannot reduce what was offloaded to the CPU
     there = tensor.to(device_of(group, tensor.device))
     dist.all_reduce(there, op=op, group=group)
     if there is not tensor:
@@ -112,7 +114,8 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
 
 
 def check_spanned(tensors: Iterable[Tensor], group: Ranks) -> None:
-    """Raise ValueError where shards belong to ranks outside of the group, which would be waited for, or missing."""
+    """Raise ValueError if shards belong to ranks outside of the group, which would be waited for, or missing."""
+    # a collective over a mesh waits for all of its ranks, also those outside of the group
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
     missing = sorted({rank for mesh in meshes for rank in _ranks(mesh)} - set(global_ranks(group)))
     if missing:
@@ -124,16 +127,16 @@ def check_spanned(tensors: Iterable[Tensor], group: Ranks) -> None:
 
 
 def is_first(group: Ranks) -> bool:
-    """Whether this is the rank that writes for all."""
+    """Return whether this is the rank that writes for all."""
     return rank_of(group) == 0
 
 
 def is_counted(mesh: DeviceMesh, group: Ranks) -> bool:
-    """Whether the copy on this mesh is the one that counts, among those of the ranks of a group.
+    """Return whether the copy on this mesh is the one that counts, among those of the ranks of a group.
 
     Of weights that are sharded along some dims of a larger mesh, the ranks along the others have copies, each on a mesh
     of its own: what FSDP shards in a model with tensor parallelism. The one that has the group's first rank counts; so
-    does a mesh that is no slice of one with that rank, where the group has others beside those of the weights.
+    does a mesh that is no slice of one with that rank, if the group has others beside those of the weights.
     """
     first = global_ranks(group)[0]
     return first in _ranks(mesh) or first not in _ranks(root_mesh(mesh))
@@ -145,7 +148,7 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 
 
 def on_first(group: Ranks, step: Callable[[], T]) -> T:
-    """What `step` returns on rank 0, handed to all ranks; the value must be picklable.
+    """Return what `step` returns on rank 0, handed to all ranks; the value must be picklable.
 
     Raises:
         Exception: what `step` raised on rank 0, with the same text on all ranks and as the first type of KEPT that it
@@ -169,7 +172,7 @@ def on_first(group: Ranks, step: Callable[[], T]) -> T:
 
 
 def on_all(group: Ranks, step: Callable[[], T]) -> list[T]:
-    """What `step` returns on each rank, in rank order, handed to all ranks; the values must be picklable.
+    """Return what `step` returns on each rank, in rank order, handed to all ranks; the values must be picklable.
 
     Raises:
         Exception: what `step` raised on the first rank that failed, in the types of `on_first`; the text begins with
@@ -194,7 +197,7 @@ def on_all(group: Ranks, step: Callable[[], T]) -> list[T]:
 
 @contextmanager
 def raise_together(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """A block in which ranks do work of their own, without collectives; if it raises on some, it raises on all.
+    """Raise on all ranks if the block, work of their own without collectives, raises on some.
 
     A rank that failed raises its own error (interrupts included); the others raise a RuntimeError with the text of the
     first rank that failed, and its notes.
@@ -208,6 +211,7 @@ def raise_together(group: dist.ProcessGroup | None) -> Iterator[None]:
         failed = error
     if group is None:
         return
+    # one small all-reduce if all went well; texts are gathered only after an error
     if not any_of(group, failed is not None):
         return
     outcomes: list[Any] = [None] * group.size()
@@ -219,7 +223,7 @@ def raise_together(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def any_of(group: dist.ProcessGroup | None, holds: bool) -> bool:  # noqa: FBT001 - a value, not an option
-    """Whether `holds` is true on any rank of the group; with group None, on this one."""
+    """Return whether `holds` is true on any rank of the group; with group None, on this one."""
     if group is None:
         return holds
     found = torch.tensor(int(holds), dtype=torch.int64, device=device_of(group))
@@ -231,6 +235,7 @@ def check_same(group: dist.ProcessGroup | None, value: Tensor, message: str) -> 
     """Raise RuntimeError(message) on all ranks if they hold different values, int64 [], such as digests."""
     if group is None:
         return
+    # the maxima are opposite only if all ranks hold the same value
     both = torch.stack([value, -value]).to(device_of(group))
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     if int(both[0]) != -int(both[1]):
@@ -238,20 +243,20 @@ def check_same(group: dist.ProcessGroup | None, value: Tensor, message: str) -> 
 
 
 def elsewhere(rank: int, trace: str, before: BaseException | None = None) -> ElsewhereError:
-    """The cause of what is raised for an error of another rank; `before`: what this rank had raised itself."""
+    """Return the cause of what is raised for an error of another rank; `before`: what this rank had raised itself."""
     found = ElsewhereError(f"on rank {rank}:\n{trace}")
     found.__cause__ = before
     return found
 
 
 def trace_of(error: BaseException) -> str:
-    """The text of an error's traceback, with those of its causes."""
+    """Return the text of an error's traceback, with those of its causes."""
     text = "".join(traceback.format_exception(error)).rstrip()
     return text if len(text) <= LONGEST else f"[..]{text[-LONGEST:]}"
 
 
 def _describe(error: BaseException) -> tuple[str, str]:
-    """An error in words, and its traceback."""
+    """Return an error in words, and its traceback."""
     notes = [str(note) for note in getattr(error, "__notes__", None) or ()]
     return f"{type(error).__name__}: {_text(error)}" + (f" ({'; '.join(notes)})" if notes else ""), trace_of(error)
 
@@ -263,7 +268,7 @@ def _failed(error: Exception, rank: int, where: str = "") -> _Failed:
 
 
 def _text(error: BaseException) -> str:
-    """The text of an error; some classes fail to make theirs, and the other ranks have to be told all the same."""
+    """Return the text of an error. Some classes fail to make theirs, and the other ranks must be told all the same."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - whatever a class of somebody else's raises

@@ -53,13 +53,13 @@ class Channel:
 
 
 def channel_of(group: dist.ProcessGroup) -> Channel:
-    """The channel of a group of torch.distributed."""
+    """Return the channel of a group of torch.distributed."""
     reduce = functools.partial(all_reduce, op=dist.ReduceOp.MAX, group=group)
     return Channel(dist.get_rank(group), dist.get_process_group_ranks(group), reduce)
 
 
 def in_order(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessGroup]]) -> list[dist.ProcessGroup]:
-    """The distinct groups of labelled values, in the same order on all ranks: by label, then as listed.
+    """Return the distinct groups of labelled values, in the same order on all ranks: by label, then as listed.
 
     So no two ranks wait for each other in different groups. A value that several mesh dims cut is also reduced over
     them in one order everywhere. This is necessary: a maximum over rows and then columns covers all ranks, a mixture of
@@ -72,7 +72,7 @@ def in_order(labels: Sequence[Label], groups: Sequence[Sequence[dist.ProcessGrou
 def reduce_max(
     what: str, labels: Sequence[Label], values: Sequence[Tensor], channel: Channel
 ) -> tuple[list[Tensor], int]:
-    """Elementwise maxima over the ranks of a channel; a collective, and a host sync.
+    """Return the elementwise maxima over the ranks of a channel; a collective, and a host sync.
 
     Args:
         what: the operation, for errors.
@@ -86,6 +86,7 @@ def reduce_max(
     Raises:
         RanksDifferError: on all ranks, if some of them have other labels or sizes, or called `tell_failure`.
     """
+    # labels decide the order, since ranks may have built their models in another one
     order = sorted(range(len(values)), key=lambda index: labels[index])
     sizes = tuple(values[index].numel() for index in order)
     pieces = _digest(tuple(labels[index] for index in order), sizes)
@@ -93,9 +94,11 @@ def reduce_max(
     head = torch.tensor([0.0, *pieces, *(-piece for piece in pieces)], dtype=torch.float32, device="cpu")
     message = torch.cat([head.to(device, non_blocking=True), *(values[index].to(device) for index in order)])
     first, rest = message[:FIRST], message[FIRST:]
+    # always of one size: a rank that failed, and knows no sizes, takes part in the same collective
     if first.numel() < FIRST:
         first = torch.cat([first, first.new_zeros(FIRST - first.numel())])
     channel.reduce(first)
+    # the one host sync: nothing may be written before ranks are known to mean the same weights
     failed, *found = first[:HEADER].tolist()
     if failed:
         rank = channel.ranks[int(failed) - 1]
@@ -129,13 +132,13 @@ def tell_failure(channel: Channel, device: torch.device) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _digest(labels: tuple[Label, ...], sizes: tuple[int, ...]) -> tuple[float, ...]:
-    """A digest of labels and sizes: 64 bits in PIECES pieces."""
+    """Return a digest of labels and sizes: 64 bits in PIECES pieces."""
     data = hashlib.blake2b(repr((labels, sizes)).encode(), digest_size=2 * PIECES, usedforsecurity=False).digest()
     return tuple(float(int.from_bytes(data[2 * i : 2 * i + 2], "little")) for i in range(PIECES))
 
 
 def _difference(lines: Sequence[str], channel: Channel, device: torch.device) -> str:
-    """How the first rank that differs from the group's rank 0 differs from it, in words; the same text on all ranks."""
+    """Return in words how the first rank that differs from the group's rank 0 differs; the same text on all ranks."""
     own = "\n".join(lines).encode()
     size = torch.tensor([len(own) * (channel.place == 0)], dtype=torch.int64, device=device)  # fp32 would round it
     channel.reduce(size)
@@ -154,7 +157,7 @@ def _difference(lines: Sequence[str], channel: Channel, device: torch.device) ->
 
 
 def _gather_texts(own: bytes, shape: tuple[int, int], row: int, channel: Channel, device: torch.device) -> list[str]:
-    """Texts of several ranks, gathered by MAX alone: each rank fills its row, where all others have zeros."""
+    """Return the texts of several ranks, gathered by MAX alone: each fills its row, where all others have zeros."""
     table = torch.zeros(shape, dtype=torch.float32, device="cpu")
     table[row, : len(own)] = torch.tensor(list(own), dtype=torch.float32, device="cpu")
     table = table.to(device)

@@ -43,12 +43,13 @@ class ShardCut:
 
 
 def cut_of(tensor: Tensor) -> ShardCut | None:
-    """How shards of this kind are joined; None for a tensor that is not cut, or in another way than along one dim."""
+    """Return how shards of this kind are joined; None for a tensor that is not cut along one dim alone."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
         return None
     cuts = [(number, place) for number, place in enumerate(tensor.placements) if not place.is_replicate()]
     number, place = cuts[0] if len(cuts) == 1 else (0, None)
-    if not isinstance(place, Shard) or type(place) is not Shard:  # a shard of strides is another cut
+    # a shard of strides is another cut
+    if not isinstance(place, Shard) or type(place) is not Shard:
         return None
     mesh = tensor.device_mesh
     expected = _piece(tensor.shape, place.dim, mesh.size(number), mesh.get_local_rank(number))
@@ -69,8 +70,8 @@ class Gathering:
     """Tensors on their way to where they are kept; made by all ranks alike, for the same tensors in the same order.
 
     Args:
-        tensors: DTensors with plain shards, at least one, all cut over the same ranks (`Cut.ranks`). None of them may
-            be written until `wait`.
+        tensors: DTensors with plain shards, at least one, all cut over the same ranks (`ShardCut.ranks`). None of them
+            may be written until `wait`.
         to: the global rank that keeps them; None: all of the group.
 
     Attributes:
@@ -91,6 +92,7 @@ class Gathering:
             cut = cut_of(tensor)
             assert cut is not None and cut.ranks == first.ranks  # noqa: PT018 - one condition
             self._places[key] = _PlaceInBuffer(size, tuple(tensor.shape), cut.dim, tensor.dtype)
+            # rank 0 has the longest piece, and all ranks send rows of that size
             longest = math.prod(_piece(tensor.shape, cut.dim, self._ranks, 0)) * tensor.dtype.itemsize
             size += -(-longest // ALIGNED) * ALIGNED
         if to is None or to in first.ranks:
@@ -101,7 +103,8 @@ class Gathering:
         device = _device(shards[0], group)
         if self.kept:
             self._rows = torch.empty(self._ranks, size, dtype=torch.uint8, device=device)
-            own = self._rows[dist.get_group_rank(group, dist.get_rank())]  # sent from where it is wanted
+            # sent from where it is wanted
+            own = self._rows[dist.get_group_rank(group, dist.get_rank())]
         else:
             own = torch.empty(size, dtype=torch.uint8, device=device)
         for place, shard in zip(self._places.values(), shards, strict=True):
@@ -122,7 +125,7 @@ class Gathering:
         self._work = self._own = None
 
     def whole(self, key: Hashable) -> Tensor:
-        """A whole tensor, on a rank that keeps them, in memory of its own; after `wait`."""
+        """Return a whole tensor, on a rank that keeps them, in memory of its own; after `wait`."""
         assert self._work is None
         assert self._rows is not None
         place = self._places[key]
@@ -144,13 +147,13 @@ class Gathering:
 
 
 def _piece(shape: torch.Size | tuple[int, ...], dim: int, ranks: int, rank: int) -> tuple[int, ...]:
-    """The shape of a rank's piece, cut as torch.chunk cuts."""
+    """Return the shape of a rank's piece, cut as torch.chunk cuts."""
     size = -(-shape[dim] // ranks)
     start = min(rank * size, shape[dim])
     return (*shape[:dim], min(size, shape[dim] - start), *shape[dim + 1 :])
 
 
 def _device(shard: Tensor, group: dist.ProcessGroup) -> torch.device:
-    """Where the group can send these from: where they are, if it can; shards may be offloaded to the host."""
+    """Return where the group can send these from: where they are, if it can; shards may be offloaded to the host."""
     kinds = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
     return shard.device if shard.device.type in kinds else device_of(group)

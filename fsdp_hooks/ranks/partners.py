@@ -24,11 +24,11 @@ class Partners:
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        """For the labels by which ranks compare what they hold."""
+        """Return a text for the labels by which ranks compare what they hold."""
         return f"one scale for {', '.join(self.names)}"
 
     def within(self, key: str) -> Hashable:
-        """A key of these partners in a state dict that holds this weight under `key`.
+        """Return a key of these partners in a state dict that holds this weight under `key`.
 
         Copies of a model, under other prefixes, get other keys; of a part of the model names are shorter than `own`.
         """
@@ -36,7 +36,7 @@ class Partners:
 
 
 def check_complete(what: str, given: Iterable[Partners | None], among: str = "the parameters") -> None:
-    """Raise where one weight is there and another, whose scale it shares, is not.
+    """Raise if one weight is there and another, whose scale it shares, is not.
 
     Args:
         what: the operation, for errors.
@@ -67,7 +67,7 @@ def check_complete(what: str, given: Iterable[Partners | None], among: str = "th
 
 
 def pool(partners: Sequence[Hashable | None], sizes: Sequence[int], claims: Sequence[Tensor]) -> list[Tensor]:
-    """Claims, with the maximum over those of partners in front.
+    """Return claims, with the maximum over those of partners in front.
 
     Args:
         partners: what is equal for partners; None for a weight without any.
@@ -79,6 +79,7 @@ def pool(partners: Sequence[Hashable | None], sizes: Sequence[int], claims: Sequ
     for number, key in enumerate(partners):
         if key is not None:
             together.setdefault(key, []).append(number)
+    # the values in front stand for the shared scale; cut blocks behind them are each weight's own
     for numbers in together.values():
         size, device = sizes[numbers[0]], claims[numbers[0]].device
         largest = torch.stack([claims[number][:size].to(device) for number in numbers]).amax(dim=0)

@@ -25,7 +25,7 @@ ALONE_TOO = f"{ALL_CALL}; for whole weights on one rank pass no_dist=True, or gr
 
 @contextmanager
 def waited_for(group: Ranks, caller: str, way_out: str = ALONE_TOO) -> Iterator[None]:
-    """A block that ends when all ranks of the group have come to it; who is missing after TOLD seconds is logged.
+    """Log who is missing if TOLD seconds have passed and not all ranks of the group have come to the end of the block.
 
     Args:
         group: the ranks; None: all.
@@ -36,6 +36,7 @@ def waited_for(group: Ranks, caller: str, way_out: str = ALONE_TOO) -> Iterator[
         yield
         return
     over = threading.Event()
+    # the calling thread may hang in a collective, and cannot tell of it itself
     watch = threading.Thread(target=_watch, args=(over, group, caller, way_out), daemon=True, name="waited_for")
     watch.start()
     try:
@@ -61,7 +62,8 @@ def _watch(over: threading.Event, group: Ranks, caller: str, way_out: str) -> No
         process_group = dist.group.WORLD if group is None else group
         store = process_group.get_group_store()  # type: ignore[union-attr]
         store.set(f"{key}{own}", "here")
-    if not over.wait(TOLD + NOTED / 2):  # so that those who came at the last moment have noted it
+    # so that those who came at the last moment have noted it
+    if not over.wait(TOLD + NOTED / 2):
         missing: list[int] | None = None
         with suppress(Exception):
             missing = None if store is None else [rank for rank in members if not store.check([f"{key}{rank}"])]

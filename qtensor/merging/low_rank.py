@@ -65,7 +65,7 @@ class LowRankUpdate:
         return (*self.b.shape[:-1], self.a.shape[-1])
 
     def __call__(self, index: tuple[slice, ...]) -> Tensor:
-        """fp32: the piece update[index], one slice a dim, on the factors' device; nothing else of it is computed."""
+        """Return the piece update[index], one slice a dim, fp32 on the factors' device; nothing else is computed."""
         *leading, rows, columns = index
         a = self.a[(*leading, slice(None), columns)].detach().to(torch.float32)  # [.., r, columns]
         b = self.b[(*leading, rows, slice(None))].detach().to(torch.float32)  # [.., rows, r]

@@ -61,7 +61,7 @@ FACTS = 2  # of each weight: whether an update is not zero, whether a value is n
 def merge_(
     model_or_named_params: nn.Module | Iterable[tuple[str, Tensor]], updates: Mapping[str, Update]
 ) -> MergeReport:
-    """Add updates to weights in place, requantized under their own recipes; a collective where weights are sharded.
+    """Add updates to weights in place, requantized under their own recipes; a collective if weights are sharded.
 
     Call it on all ranks, with the same updates. Weights may be quantized or dense, plain or sharded (FSDP2, HSDP, TP,
     FSDP2 x TP); every rank adds its own piece, in fp32. Dense weights are rounded to their dtype, and those of
@@ -83,7 +83,7 @@ def merge_(
         ValueError: an update for a weight that does not exist or has another shape, or that gives values that are not
             finite; a weight that is gathered, on the meta device, or no floating one. On all ranks; nothing has been
             written.
-        RuntimeError: on all ranks of a group, where they have different updates, or one of them failed; nothing has
+        RuntimeError: on all ranks of a group, if they have different updates, or one of them failed; nothing has
             been written, unless a callable failed at its second call, which the error says.
 
     Warns:
@@ -102,6 +102,7 @@ def merge_(
     named = _named(model_or_named_params)
     weights, problems = _find_weights(named, _by_own_names(model_or_named_params, named, updates))
     exchange = _MergeExchange(named, weights)
+    # the problem may be this rank's alone, while the others are on their way into the all-reduce
     if problems:
         exchange.tell()
         raise ValueError(f"merge_: {'; '.join(problems)}. No weight was written")
@@ -111,9 +112,11 @@ def merge_(
             sums = [
                 weight.write_merged(one, moves=yes) for weight, one, yes in zip(weights, agreed, moves, strict=True)
             ]
+        # some weights are written by now, so that the other ranks have to hear of it
         except Exception:
             exchange.sum_up(None)
             raise
+        # parts were written behind the wrapper, so torch has not counted it
         count_writes(weight.param for weight, yes in zip(weights, moves, strict=True) if yes)
         report = MergeReport(tuple(exchange.lines(sums)))
     _warn(report)
@@ -159,14 +162,14 @@ class _WeightMerge:
         return f"{label_of(self.name, self.param)}, update {how}"
 
     def values(self) -> Tensor:
-        """fp32, a copy: what the weight holds."""
+        """Return what the weight holds, fp32, a copy."""
         local = self.local
         if isinstance(local, QuantizedTensor):
             return decode(local, torch.float32)
         return (local.dense if isinstance(local, HighPrecisionWeight) else local).to(torch.float32, copy=True)
 
     def change(self) -> Tensor:
-        """fp32: this rank's piece of the update."""
+        """Return this rank's piece of the update, fp32."""
         piece = self.update(self.index)
         if tuple(piece.shape) != tuple(self.local.shape):
             raise ValueError(
@@ -176,22 +179,24 @@ class _WeightMerge:
         return piece.detach().to(self.local.device, torch.float32)
 
     def look_at(self) -> tuple[Tensor, Tensor | None]:
-        """fp32 [FACTS] and the claim on shared scales (None: it has none) of the sum of weight and update."""
+        """Return fp32 [FACTS] and the claim on shared scales (None: it has none) of the sum of weight and update."""
         before, change = self.values(), self.change()
         wanted = self._in_own_dtype(before + change)
-        broken = ~change.isfinite() | (~wanted.isfinite() & before.isfinite())  # a weight may hold NaN already
+        # a weight may hold NaN already
+        broken = ~change.isfinite() | (~wanted.isfinite() & before.isfinite())
         facts = torch.stack([(change != 0).any(), broken.any()]).to(torch.float32)
         return facts, claim_of(wanted, self.local.recipe, self.cut) if self.sharing else None
 
     def write_merged(self, agreed: Tensor | None, *, moves: bool) -> Tensor:
-        """Write the sum under what was agreed on, if the update moves any element; fp64 [COLUMNS]: what it did."""
+        """Write the sum under what was agreed on, if the update moves any element; return fp64 [COLUMNS]."""
         before, change = self.values(), self.change()
+        # a weight that nothing moves keeps its bytes: writing its own values could choose other codes
         if moves:
             self._write(self._in_own_dtype(before + change), agreed)
         return _sums(before, change, self.values() if moves else before)
 
     def _in_own_dtype(self, values: Tensor) -> Tensor:
-        """fp32 values in the dtype in which a dense weight keeps them."""
+        """Return fp32 values in the dtype in which a dense weight keeps them."""
         return values if isinstance(self.local, QuantizedTensor) else values.to(self.local.dtype)
 
     def _write(self, values: Tensor, agreed: Tensor | None) -> None:
@@ -213,6 +218,7 @@ class _MergeExchange:
 
     def __init__(self, named: Mapping[str, Tensor], weights: Sequence[_WeightMerge]) -> None:
         self.weights = weights
+        # parameters on the meta device belong to no shard, and have no group that could reduce
         there = {name: param for name, param in named.items() if not param.is_meta}
         self.meeting = meeting_of([label_of(*pair) for pair in there.items()], cuts_of(list(there.values())))
         self.device = next((local_of(param).device for param in there.values()), torch.device("cpu"))
@@ -224,14 +230,14 @@ class _MergeExchange:
         self.over = [weights[number].sharing for number in self.sharing]
 
     def tell(self) -> None:
-        """Called instead of `agree` on a rank that failed: the others raise instead of waiting for it."""
+        """Take the place of `agree` on a rank that failed: the others raise instead of waiting for it."""
         tell_groups([MEETING], [self.meeting], self.device)
 
     def agree(self) -> tuple[list[bool], list[Tensor | None]]:
-        """Of each weight: whether any element moves, and what its shards agreed on for the scales they share.
+        """Return of each weight whether any element moves, and what its shards agreed on for the scales they share.
 
         Raises:
-            ValueError: on all ranks, where values are not finite.
+            ValueError: on all ranks, if values are not finite.
         """
         try:
             seen = [weight.look_at() for weight in self.weights]
@@ -239,7 +245,8 @@ class _MergeExchange:
             self.tell()
             raise
         values = [facts for facts, _ in seen] + [claim for _, claim in seen if claim is not None]
-        flags = [facts[1:].to(self.device) for facts, _ in seen]  # where all meet: one replica alone may see a NaN
+        # where all meet: one replica alone may see a NaN
+        flags = [facts[1:].to(self.device) for facts, _ in seen]
         values.append(torch.cat([torch.zeros(1, dtype=torch.float32, device=self.device), *flags]).amax().view(1))
         labels, groups = [*self.labels, *self.claims, MEETING], [*self.groups, *self.over, self.meeting]
         largest, _ = max_over_groups(WHAT, labels, values, groups)
@@ -249,6 +256,7 @@ class _MergeExchange:
                 f"merge_: {', '.join(broken)}: the update, or the weight with it, is not finite; look for NaN, inf or "
                 "an overflow in the adapter. No weight was written"
             )
+        # a replica that this rank does not hold has a NaN
         if bool(largest[-1]):
             raise ValueError(
                 "merge_: on another rank an update, or the weight with it, is not finite, see the error there. No "
@@ -260,12 +268,12 @@ class _MergeExchange:
         return [bool(moves) for moves, _ in facts], agreed
 
     def lines(self, sums: Sequence[Tensor]) -> Iterator[Any]:
-        """The entries of the report, from what this rank's pieces add up to."""
+        """Yield the entries of the report, from what this rank's pieces add up to."""
         for weight, one in zip(self.weights, self.sum_up(sums), strict=True):
             yield line(weight.name, weight.param.numel(), one)
 
     def sum_up(self, sums: Sequence[Tensor] | None) -> list[list[float]]:
-        """Sums over all pieces; None on a rank that failed while it wrote, so that the others do not wait for it.
+        """Add up sums over all pieces; return None on a rank that failed while it wrote, so that no other rank waits.
 
         Raises:
             RuntimeError: on those others.
@@ -287,14 +295,15 @@ class _MergeExchange:
 def _named(model_or_named_params: nn.Module | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     if not isinstance(model_or_named_params, nn.Module):
         return dict(model_or_named_params)
-    parameters_at_rest(model_or_named_params)  # first: it puts the shards back, which are other parameters
+    # first: it puts the shards back, which are other parameters
+    parameters_at_rest(model_or_named_params)
     return dict(model_or_named_params.named_parameters(remove_duplicate=False))
 
 
 def _by_own_names(
     model_or_named_params: Any, named: Mapping[str, Tensor], updates: Mapping[str, Update]
 ) -> dict[str, Update]:
-    """The updates by the names of `named_parameters()`, where some are by those of the plain model."""
+    """Return the updates by the names of `named_parameters()`, if some are by those of the plain model."""
     if not isinstance(model_or_named_params, nn.Module) or all(name in named for name in updates):
         return dict(updates)
     plain = PlainNames(model_or_named_params).plain
@@ -303,7 +312,7 @@ def _by_own_names(
 
 
 def _find_weights(named: Mapping[str, Tensor], updates: Mapping[str, Update]) -> tuple[list[_WeightMerge], list[str]]:
-    """The weights to be updated, and why some updates have none, in words."""
+    """Return the weights to be updated, and why some updates have none, in words."""
     weights, problems = [], []
     updated: dict[Tensor, str] = {}
     for name, update in updates.items():
@@ -312,6 +321,7 @@ def _find_weights(named: Mapping[str, Tensor], updates: Mapping[str, Update]) ->
             problems.append(f"{name}: no parameter has this name; take those of named_parameters()")
         elif (why := _unfit(param, update)) is not None:
             problems.append(f"{name}: {why}")
+        # a second update would begin from the result of the first, rounded twice
         elif param in updated:
             problems.append(f"{name} is the same parameter as {updated[param]}; give one update for both")
         else:
@@ -321,7 +331,7 @@ def _find_weights(named: Mapping[str, Tensor], updates: Mapping[str, Update]) ->
 
 
 def _unfit(param: Tensor, update: Update) -> str | None:
-    """Why a parameter cannot take an update, in words."""
+    """Return why a parameter cannot take an update, in words."""
     if is_gathered(param):
         return "it is gathered for a forward, not a shard; call reshard() on its FSDP module, and take it anew"
     if param.is_meta:
@@ -336,7 +346,7 @@ def _unfit(param: Tensor, update: Update) -> str | None:
 
 
 def _index_of(param: Tensor) -> tuple[slice, ...]:
-    """The place of this rank's piece in the whole parameter."""
+    """Return the place of this rank's piece in the whole parameter."""
     sizes, offsets = tuple(param.shape), (0,) * param.ndim
     if isinstance(param, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
@@ -365,11 +375,12 @@ def _warn(report: MergeReport) -> None:
 
 
 def _sums(before: Tensor, change: Tensor, after: Tensor) -> Tensor:
-    """fp64 [COLUMNS], see merge_report.py; in pieces, so that no fp64 copy is large."""
+    """Return fp64 [COLUMNS], see merge_report.py; in pieces, so that no fp64 copy is large."""
     size = chunk_of(before.device)
     total = torch.zeros(COLUMNS, dtype=torch.float64, device=before.device)
     for was, update, now in zip(*(x.reshape(-1).split(size) for x in (before, change, after)), strict=True):
         moved, asked, wanted = now.double() - was.double(), update.double(), was.double() + update.double()
+        # NaN differs from itself, and has not changed
         changed = (now != was) & ~(now.isnan() & was.isnan())
         products = (moved * asked, asked.square(), (moved - asked).square(), wanted.square(), changed.double())
         total += torch.stack([product.sum() for product in products])

@@ -22,7 +22,7 @@ COLUMNS = 5  # of what a shard adds up: <U, W' - W>, <U, U>, |W' - (W + U)|^2, |
 
 @dataclass(frozen=True, kw_only=True)
 class MergedWeight:
-    """What became of one update, over all shards; norms are those of Frobenius. NaN where the weight holds NaN.
+    """What became of one update, over all shards; norms are those of Frobenius. NaN if the weight holds NaN.
 
     Attributes:
         name: of the weight.
@@ -60,7 +60,7 @@ class MergedWeight:
         """Whether rounding took the update back: less than a tenth survived.
 
         Elements may have changed all the same: a scale in fp32 follows the amax, and moves each of them a little. So
-        the error may be up to twice the update; where it is larger, the weight is `worse` instead.
+        the error may be up to twice the update; if it is larger, the weight is `worse` instead.
         """
         return self.survived < NEARLY_NOTHING and self.error_norm < 2 * self.update_norm
 
@@ -70,7 +70,7 @@ class MergedWeight:
         return self.error_norm > self.update_norm and not self.lost
 
     def __str__(self) -> str:
-        """One line."""
+        """Return one line."""
         return (
             f"{self.name}: survived {self.survived:.3g}, relative error {self.relative_error:.1e}, "
             f"{self.changed} of {self.elements} elements changed"
@@ -95,16 +95,16 @@ class MergeReport:
     weights: tuple[MergedWeight, ...]
 
     def __getitem__(self, name: str) -> MergedWeight:
-        """What became of the update of the weight of this name; KeyError where it had none."""
+        """Return what became of the update of the weight of this name; KeyError if it had none."""
         return {weight.name: weight for weight in self.weights}[name]
 
     def __str__(self) -> str:
-        """One line a weight."""
+        """Return one line a weight."""
         return "\n".join(map(str, self.weights))
 
 
 def line(name: str, elements: int, sums: Sequence[float]) -> MergedWeight:
-    """The entry of a weight, from what its shards add up to (COLUMNS)."""
+    """Return the entry of a weight, from what its shards add up to (COLUMNS)."""
     arrived, update, error, merged, changed = sums
     return MergedWeight(
         name=name,

@@ -11,7 +11,7 @@ from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 def why_unwritable(param: Tensor) -> str | None:
-    """Why this rank's piece of a parameter cannot be written in place, and what to do; None where it can."""
+    """Return why this rank's piece of a parameter cannot be written in place, and what to do; None if it can."""
     local: Any = local_of(param)
     if isinstance(local, QuantizedTensor):
         parts = local.parts()

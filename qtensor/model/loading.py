@@ -9,10 +9,10 @@ DTensors, and sees all of them at once, so that the agreement is one collective.
 has the hook, so that any of them can be loaded alone. Hooks of inner modules find their entries quantized already, and
 have nothing to do.
 
-Loading is a collective where entries belong to weights whose shards share scales: all ranks must load the same names,
+Loading is a collective if entries belong to weights whose shards share scales: all ranks must load the same names,
 in any order, and dense entries for the same of them. Entries that are quantized with the parameter's recipe pass
 through untouched; a rank that has no others takes part all the same, so that none waits for it. (A module without a
-hook, built around the model later, leaves the exchange to the modules in it. These take part where they have dense
+hook, built around the model later, leaves the exchange to the modules in it. These take part if they have dense
 entries, since they cannot tell that no module around them has done it.)
 """
 
@@ -46,7 +46,7 @@ class _DenseEntry:
     """One parameter and its entry of the state dict.
 
     local: the parameter's local tensor, a QuantizedTensor or a HighPrecisionWeight.
-    dense: this rank's part of the dense entry; None where no entry has to be quantized.
+    dense: this rank's part of the dense entry; None if no entry has to be quantized.
     """
 
     key: str
@@ -55,7 +55,7 @@ class _DenseEntry:
     dense: Tensor | None
 
     def claim(self, device: torch.device) -> Tensor:
-        """fp32, flat: what `dense` says about scales that shards have in common; empty, on `device`, if it is None."""
+        """Return what `dense` says about scales that shards share, fp32, flat; empty, on `device`, if it is None."""
         if self.dense is None:
             return torch.zeros(0, dtype=torch.float32, device=device)
         return claim_of(self.dense, self.local.recipe, self.cut)
@@ -78,8 +78,10 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
     """Replace dense entries of quantized parameters; a load_state_dict pre-hook (torch hands it a copy of the dict)."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            child.reshard()  # a forward without backward leaves weights gathered; torch's own hook runs later
-    weights = sorted(_weights(module, state_dict, prefix), key=lambda weight: weight[0])  # the same order on all ranks
+            # a forward without backward leaves weights gathered; torch's own hook runs later
+            child.reshard()
+    # the same order on all ranks
+    weights = sorted(_weights(module, state_dict, prefix), key=lambda weight: weight[0])
     shared = {key: groups for key, param, _ in weights if (groups := groups_sharing(param)) or partners_of(param)}
     own = [weight for weight in weights if weight[0] in shared]
     # inner modules have their turn after the outermost one: what it has seen to is not dense any more
@@ -89,6 +91,7 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
         entries = [_DenseEntry(*weight, _dense_part(*weight, state_dict)) for weight in weights]
         claims = [entry.claim(device) for entry in entries if entry.key in shared]
     except Exception:
+        # an entry that is wrong on this rank alone would leave the others in the agreement
         if takes_part:
             labels = [(label_of(key, param),) for key, param, _ in own]
             tell_groups(labels, [shared[key] for key, _, _ in own], device)
@@ -102,7 +105,7 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
 
 
 def _weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor, Any]]:
-    """(key in the state dict, parameter, local tensor) of every QuantizedTensor and HighPrecisionWeight."""
+    """Yield (key in the state dict, parameter, local tensor) of every QuantizedTensor and HighPrecisionWeight."""
     for fqn, param in module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False):
         local = local_of(param)
         if isinstance(local, QuantizedTensor | HighPrecisionWeight):
@@ -111,7 +114,7 @@ def _weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> I
 
 
 def _device(values: Iterable[Any]) -> torch.device:
-    """Where entries are; parameters that they replace may be on the meta device."""
+    """Return where entries are; parameters that they replace may be on the meta device."""
     found = (local_of(value).device for value in values if isinstance(value, Tensor) and not value.is_meta)
     return next(found, torch.device("cpu"))
 
@@ -119,7 +122,7 @@ def _device(values: Iterable[Any]) -> torch.device:
 def _agree(
     entries: list[_DenseEntry], claims: list[Tensor], shared: Mapping[str, list[dist.ProcessGroup]]
 ) -> dict[str, Tensor]:
-    """The amaxes over all ranks, by key. Ranks must load the same entries, dense ones for the same keys."""
+    """Return the amaxes over all ranks, by key. Ranks must load the same entries, dense ones for the same keys."""
     own = [entry for entry in entries if entry.key in shared]
     kinds = ["not dense in the state dict" if entry.dense is None else "dense in the state dict" for entry in own]
     labels = [(f"{label_of(entry.key, entry.param)}, {kind}",) for entry, kind in zip(own, kinds, strict=True)]
@@ -133,7 +136,7 @@ def _agree(
 
 
 def _dense_part(key: str, param: Tensor, local: Any, state_dict: Mapping[str, Any]) -> Tensor | None:
-    """This rank's part of an entry that has to be quantized; None for one that torch handles as it is.
+    """Return this rank's part of an entry that has to be quantized; None for one that torch handles as it is.
 
     Raises:
         TypeError: the entry holds codes, not values.
@@ -153,11 +156,12 @@ def _dense_part(key: str, param: Tensor, local: Any, state_dict: Mapping[str, An
             f"{tuple(local.shape)}; cut the entry as the parameter is cut (distribute_tensor)"
         )
     part = part.reshape(local.shape)  # an empty part may have lost its columns
-    return part.to(local.dtype) if isinstance(local, HighPrecisionWeight) else part  # claim what will be stored
+    # claim what will be stored
+    return part.to(local.dtype) if isinstance(local, HighPrecisionWeight) else part
 
 
 def _place(key: str, value: Any, param: Tensor) -> Tensor | None:
-    """The entry, placed like the parameter; None where it is no tensor of that shape and kind (torch reports that)."""
+    """Return the entry, placed like the parameter; None if it has another shape or kind, which torch reports."""
     fits = isinstance(value, Tensor) and value.shape == param.shape and not value.is_meta
     if not fits or isinstance(value, DTensor) != isinstance(param, DTensor):
         return None
@@ -173,7 +177,7 @@ def _place(key: str, value: Any, param: Tensor) -> Tensor | None:
 
 
 def _values(part: Tensor, local: Any) -> Tensor | None:
-    """The dense values of an entry's local tensor; None where it is of the parameter's kind already."""
+    """Return the dense values of an entry's local tensor; None if it is of the parameter's kind already."""
     if not _is_dense(part, local):
         return None
     if isinstance(part, HighPrecisionWeight):
@@ -182,9 +186,10 @@ def _values(part: Tensor, local: Any) -> Tensor | None:
 
 
 def _is_dense(value: Any, local: Any) -> bool:
-    """Whether an entry is a tensor of another kind than the parameter, so that its values must be quantized."""
+    """Return whether an entry is a tensor of another kind than the parameter, so that its values must be quantized."""
     part = local_of(value) if isinstance(value, Tensor) else value
-    if isinstance(part, HighPrecisionWeight):  # with the parameter's own agreement: an outer module's hook put it there
+    # with the parameter's own agreement: an outer module's hook put it there
+    if isinstance(part, HighPrecisionWeight):
         return not (isinstance(local, HighPrecisionWeight) and part.agreement is local.agreement)
     if isinstance(part, QuantizedTensor):
         return not (isinstance(local, QuantizedTensor) and part.recipe.stored == local.recipe.stored)
@@ -192,7 +197,7 @@ def _is_dense(value: Any, local: Any) -> bool:
 
 
 def _quantize(entry: _DenseEntry, agreed: Tensor | None) -> Tensor:
-    """The local tensor that replaces the dense one."""
+    """Return the local tensor that replaces the dense one."""
     dense, local = entry.dense, entry.local
     assert dense is not None
     if isinstance(local, HighPrecisionWeight):

@@ -43,7 +43,7 @@ def log_quantized(what: str, recipe: Recipe, weights: Sequence[Tensor], dense: I
 
 
 def log_built(recipe: Recipe, linears: Iterable[nn.Module]) -> None:
-    """`log_quantized` of the linears built under `quantized_model_init`; nobody has named them yet."""
+    """Do `log_quantized` for linears built under `quantized_model_init`; nobody has named them yet."""
     weights: dict[int, Any] = {}  # by id: linears may share one
     dense = []
     for linear in linears:

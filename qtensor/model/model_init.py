@@ -136,7 +136,7 @@ class _Registrations:
         return None
 
     def note_parent(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        """A module registration hook: remember the parent of each module."""
+        """Remember the parent of each module; a module registration hook."""
         if child is not None:
             self.parents[child] = weakref.ref(parent)
             for router in _routers_with(parent, name, child):
@@ -145,7 +145,7 @@ class _Registrations:
                     self._untie(held)
 
     def modules(self) -> set[nn.Module]:
-        """What was built: the Linears, and every module that became a parent or a child, deep copies included."""
+        """Return what was built: Linears, and every module that became a parent or a child, with deep copies."""
         linears = {ref() for refs in self.linears.values() for ref in refs}
         parents = {ref() for ref in self.parents.values()}
         return {module for module in {*linears, *parents, *self.parents} if module is not None}
@@ -167,15 +167,17 @@ class _Registrations:
         quantized = self._stands_for(param)
         if quantized is None:
             quantized = self._quantize(param)
-            for name in vars(param).keys() - vars(quantized).keys():  # such as a loader's mark "needs no init"
+            # such as a loader's mark "needs no init"
+            for name in vars(param).keys() - vars(quantized).keys():
                 setattr(quantized, name, getattr(param, name))
             key = id(param)
             self.replaced[key] = (weakref.ref(param, lambda _: self.replaced.pop(key, None)), quantized)
-        self.linears.setdefault(id(quantized), []).append(weakref.ref(module))  # more than one where Linears share it
+        # more than one if Linears share it
+        self.linears.setdefault(id(quantized), []).append(weakref.ref(module))
         return quantized
 
     def _is_held_elsewhere(self, param: nn.Parameter) -> bool:
-        """Whether a module holds this parameter outside of nn.Linear.weight, though it was never registered there.
+        """Return whether a module holds this parameter outside of nn.Linear.weight, never registered there.
 
         Who wraps register_parameter (accelerate's init_empty_weights) may exchange what was registered.
         """
@@ -185,7 +187,7 @@ class _Registrations:
         return any(module is not None and module._parameters.get(name) is param for module, name in holders)
 
     def _stands_for(self, param: nn.Parameter) -> nn.Parameter | None:
-        """The quantized parameter that took the place of this dense one, if any."""
+        """Return the quantized parameter that took the place of this dense one, if any."""
         dense, quantized = self.replaced.get(id(param), (None, None))
         return quantized if dense is not None and dense() is param else None
 
@@ -193,7 +195,8 @@ class _Registrations:
         """Put `dense` into all Linears that hold `quantized`; returns how many there were."""
         count = 0
         refs = self.linears.pop(id(quantized), None)
-        if refs is None:  # somebody exchanged what was registered, see _is_held_elsewhere
+        # somebody exchanged what was registered, see _is_held_elsewhere
+        if refs is None:
             refs = [ref for refs in self.linears.values() for ref in refs]
         for ref in refs:
             linear = ref()
@@ -226,7 +229,7 @@ class _Registrations:
 
 
 def _routers_with(parent: nn.Module, name: str, child: nn.Module) -> list[nn.Module]:
-    """The linears that turn out to be routers, now that a module becomes a parent's child."""
+    """Return the linears that turn out to be routers, now that a module becomes a parent's child."""
     found = [child] if named_router(name, "") else []
     found += [inner for own, inner in child.named_children() if named_router(own, name)]
     beside = {**dict(parent.named_children()), name: child} if name == EXPERTS or name in GATES else {}
@@ -236,7 +239,7 @@ def _routers_with(parent: nn.Module, name: str, child: nn.Module) -> list[nn.Mod
 
 
 def _refuse_dense_shards(module: nn.Module, param: nn.Parameter) -> None:
-    """Raise where a loader replaces quantized shards by dense ones of its own, which would leave a dense model."""
+    """Raise if a loader replaces quantized shards by dense ones of its own, which would leave a dense model."""
     held: Any = module._parameters.get("weight")
     kinds = QuantizedTensor | HighPrecisionWeight
     if isinstance(held, DTensor) and isinstance(local_of(held), kinds) and not isinstance(local_of(param), kinds):
@@ -256,7 +259,7 @@ def quantize_(
         model: any module; tied weights, weights that are quantized already and adapters of peft are left alone.
         recipe: how to quantize.
         include: globs over module fqns ("lm_head", "model.layers.*.mlp.*"); every one must match some nn.Linear.
-            Routers, which choose experts (qtensor/model/routers.py), are taken where a pattern matches nothing else.
+            Routers, which choose experts (qtensor/model/routers.py), are taken if a pattern matches nothing else.
         exclude: globs over the fqns of modules to leave out.
 
     Returns:
@@ -284,6 +287,7 @@ def quantize_(
     for pattern in unmatched(exclude, linears):
         warnings.warn(f"quantize_: exclude pattern {pattern!r} matches no nn.Linear of the model", stacklevel=2)
     left = left_alone(routers_of(model, linears), linears, include)
+    # a weight that two modules hold stays as it is: the other one may be an embedding, which looks up rows
     uses: dict[int, int] = {}
     for child in model.modules():
         for param in child._parameters.values():
@@ -303,6 +307,7 @@ def quantize_(
     reasons = {fqn: why_dense(fqn, child) for fqn, child in linears.items()}
     chosen = {f"{fqn}.weight".lstrip("."): child for fqn, child in linears.items() if reasons[fqn] is None}
     for fqn, child in chosen.items():
+        # a shard that is quantized by itself would have scales of its own
         if isinstance(child.weight, DTensor):
             raise ValueError(
                 f"quantize_: {fqn} is a DTensor already; quantize before fully_shard and parallelize_module"
@@ -320,7 +325,7 @@ def quantize_(
 
 
 def high_precision_init_val(param: Tensor) -> Tensor | None:
-    """The high-precision value that was written into a parameter, or None.
+    """Return the high-precision value that was written into a parameter, or None.
 
     It has the parameter's dtype and shape; for a DTensor, it has the shape of the local shard.
     Only parameters built under `quantized_model_init(preserve_high_precision_init_val=True)` have one.
@@ -355,7 +360,7 @@ def clear_high_precision_init_val(param: Tensor) -> None:
 
 
 def _uses_linear(module: nn.Module) -> bool:
-    """Whether a module hands its weight to F.linear; nn.MultiheadAttention reads out_proj.weight directly instead."""
+    """Return whether a module hands its weight to F.linear: MultiheadAttention reads out_proj.weight directly."""
     return isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
@@ -366,7 +371,7 @@ def _check_weight(weight: Tensor, recipe: Recipe, what: str) -> None:
 
 
 def _meta(param: Tensor, recipe: Recipe) -> QuantizedTensor:
-    """A quantized tensor without bytes, shaped like `param`."""
+    """Return a quantized tensor without bytes, shaped like `param`."""
     parts = {
         spec.name: torch.empty(spec.shape(param.shape), dtype=spec.dtype, device="meta") for spec in specs_of(recipe)
     }

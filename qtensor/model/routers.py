@@ -26,12 +26,12 @@ EXPERTS = "experts"
 
 
 def is_router_class(module: nn.Module) -> bool:
-    """Whether the class says so."""
+    """Return whether the class says so."""
     return "router" in type(module).__name__.lower()
 
 
 def routers_of(model: nn.Module, linears: Iterable[str]) -> set[str]:
-    """Those of these modules of a model, by their plain names, that are routers."""
+    """Return those of these modules of a model, by their plain names, that are routers."""
     modules = dict(plain_modules(model, remove_duplicate=False))
     names = [*modules, *(name for name, _ in plain_parameters(model))]
     named = routers_among(linears := list(linears), names)
@@ -39,7 +39,7 @@ def routers_of(model: nn.Module, linears: Iterable[str]) -> set[str]:
 
 
 def routers_among(linears: Iterable[str], names: Iterable[str]) -> set[str]:
-    """Those of these linears that are routers by their names.
+    """Return those of these linears that are routers by their names.
 
     Args:
         linears: fqns of modules.
@@ -58,11 +58,11 @@ def routers_among(linears: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def named_router(own: str, parent: str) -> bool:
-    """Whether a module of this name, in one of that name, is a router, whatever is beside it."""
+    """Return whether a module of this name, in one of that name, is a router, whatever is beside it."""
     return own == OF_SHARED or "router" in own.lower() or "router" in parent.lower()
 
 
 def left_alone(routers: Collection[str], linears: Collection[str], include: Sequence[str]) -> set[str]:
-    """The routers that no include pattern asks for by itself."""
+    """Return the routers that no include pattern asks for by itself."""
     asking = [pattern for pattern in include if all(name in routers for name in linears if fnmatchcase(name, pattern))]
     return {name for name in routers if not matches(name, asking)}

@@ -4,7 +4,7 @@ Each scale of B is decided by itself, and gets the first of these that keeps eve
 
     kept      both recipes have elements of one kind, and A's scales are equal under B's: A's payload, and that scale
     fitted    the values fit B's elements under scales that are powers of two: these scales (see fineness.py)
-    encoded   quantize(values): B's own scales, and elements rounded once more where they are not exact by themselves
+    encoded   quantize(values): B's own scales, and elements rounded once more if they are not exact by themselves
 
 MX formats and Float8 with power_of_two=True choose such powers of two by themselves; for them "encoded" is exact
 wherever "fitted" would be.
@@ -44,16 +44,16 @@ FACTS = 5  # amax, depth and broken (see fineness.py), and two about A's scales
 
 
 def claim(values: Tensor, b: Recipe, parts: Parts | None = None, a: Recipe | None = None) -> Tensor | None:
-    """What a piece says about the scales of B that it shares with others; all claims are maxima.
+    """Return what a piece says about the scales of B that it shares with others; all claims are maxima.
 
     Args:
         values: [.., N, K], in fp32 where they are those of A.
         b: the recipe to be.
-        parts: what decodes to the values under `a`; None where they are not at hand, or the values are dense.
+        parts: what decodes to the values under `a`; None if they are not at hand, or the values are dense.
         a: the recipe of the values; None for dense ones, which are quantized.
 
     Returns:
-        fp32, flat; None where B shares no scale.
+        fp32, flat; None if B shares no scale.
     """
     if not kernels.shares_amax(b):
         return None
@@ -93,9 +93,9 @@ def _claim(values: Tensor, b: Recipe, parts: Parts | None, facts: _Facts | None)
 def convert_parts(
     values: Tensor, b: Recipe, parts: Parts | None = None, a: Recipe | None = None, agreed: Tensor | None = None
 ) -> Parts:
-    """The parts of B, from the arguments of `claim` and, as `agreed`, the maxima over the claims of all pieces.
+    """Return the parts of B, from the arguments of `claim` and, as `agreed`, the maxima over the claims of all pieces.
 
-    `agreed` is None where the tensor is not cut. Where `a` is None, this is `quantize(values, b)`. Parts may alias
+    `agreed` is None if the tensor is not cut. Where `a` is None, this is `quantize(values, b)`. Parts may alias
     those of A.
     """
     facts = None if a is None or values.is_meta else _Facts.of(values, b, parts, a)
@@ -104,6 +104,7 @@ def convert_parts(
     if facts is None:
         return kernels.encode(values, b, None if agreed is None else agreed.view(-1)[: math.prod(shape)].view(shape))
     shared = None if agreed is None else agreed.view(FACTS, *shape)
+    # Kept scales come first: with them not even a code changes.
     choices = [
         choice for choice in (_keep_payload(values, b, parts, facts, shared), _fit(values, b, facts, shared)) if choice
     ]
@@ -111,7 +112,7 @@ def convert_parts(
 
 
 def _settle(choices: list[Choice], encoded: Callable[[], Parts], b: Recipe) -> Parts:
-    """The first choice that holds, for every scale."""
+    """Return the first choice that holds, for every scale."""
     if not choices:
         return encoded()
     (holds, make), *others = choices
@@ -124,13 +125,14 @@ def _settle(choices: list[Choice], encoded: Callable[[], Parts], b: Recipe) -> P
 
 
 def _merge(holds: Tensor, first: Parts, second: Parts, b: Recipe) -> Parts:
-    """The first parts where they hold, else the second."""
+    """Return the first parts where they hold, else the second."""
     found = {}
     for spec in specs_of(b):
         one, other, where = first[spec.name], second[spec.name], holds
         if where.ndim and where.shape[-1] > 1:
             where = where.repeat_interleave(block_multiple(b) // spec.block, dim=-1)[..., : one.shape[-1]]
-        if spec.dtype.itemsize == 1:  # as bytes, since torch.where does not support float8
+        # as bytes, since torch.where does not support float8
+        if spec.dtype.itemsize == 1:
             one, other = one.view(torch.uint8), other.view(torch.uint8)
         found[spec.name] = torch.where(where, one, other).view(spec.dtype)
     return found
@@ -140,7 +142,7 @@ def _merge(holds: Tensor, first: Parts, second: Parts, b: Recipe) -> Parts:
 
 
 def _fitting_powers(b: Recipe) -> Format | None:
-    """B's numerics if its usual scales are no powers of two, but could be; not where a history decides them."""
+    """Return B's numerics if its usual scales are no powers of two, but could be; not where a history decides them."""
     numerics = format_of(b)
     fits = numerics.converts and not keeps_history(b) and not getattr(b, "power_of_two", False)
     return numerics if fits else None
@@ -156,7 +158,8 @@ def _fit(values: Tensor, b: Recipe, known: _Facts, shared: Tensor | None) -> Cho
 
 
 def _encode_with(values: Tensor, b: Recipe, quantizer: Parts, enc: Tensor | None) -> Parts:
-    """`Format.encode_with`, some rows at a time; the quantizer decides every scale."""
+    """Do `Format.encode_with`, some rows at a time; the quantizer decides every scale."""
+    # in pieces, as encoding takes several temporaries of fp32
     rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
     flat, size = values.reshape(rows, columns), max(CHUNK // max(columns, 1), 1)
 
@@ -190,8 +193,9 @@ def _scale_spec(recipe: Recipe) -> PartSpec | None:
 
 
 def _same_kind(a: Recipe, b: Recipe) -> bool:
-    """Whether equal payloads and scales mean equal values under both recipes."""
+    """Return whether equal payloads and scales mean equal values under both recipes."""
     classes = registered(a).tensor_class, registered(b).tensor_class
+    # one class made from the other has the same elements
     if keeps_history(b) or not (issubclass(classes[0], classes[1]) or issubclass(classes[1], classes[0])):
         return False
     one, other = _scale_spec(a), _scale_spec(b)
@@ -201,10 +205,10 @@ def _same_kind(a: Recipe, b: Recipe) -> bool:
 
 
 def _scale_facts(values: Tensor, b: Recipe, parts: Parts | None, facts: _Facts, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the scale that B shares: the largest of A's scales behind it, and minus the least.
+    """Return, of the scale that B shares, the largest of A's scales behind it, and minus the least.
 
-    Their sum is 0 where all of them are equal. Both are -inf where there are no values, so that others decide, and inf
-    where A's scales cannot be kept.
+    Their sum is 0 if all of them are equal. Both are -inf if there are no values, so that others decide, and inf
+    if A's scales cannot be kept.
     """
     if not values.numel():
         return torch.full_like(amax, -math.inf), torch.full_like(amax, -math.inf)
@@ -214,14 +218,15 @@ def _scale_facts(values: Tensor, b: Recipe, parts: Parts | None, facts: _Facts, 
     wide = tensor_wide(b)
     if wide in (None, "scale"):
         return largest, -least
-    differ = (largest != least).any()  # in blocks, under a scale of all of them that A has, too
+    # in blocks, under a scale of all of them that A has, too
+    differ = (largest != least).any()
     return torch.where(differ, math.inf, parts[wide]), -parts[wide]
 
 
 def _keep_payload(
     values: Tensor, b: Recipe, parts: Parts | None, facts: _Facts, shared: Tensor | None
 ) -> Choice | None:
-    """A's payload under A's scales, which hold where they are equal under B's; None where they mean nothing to B."""
+    """Return A's payload under A's scales, which holds if they equal B's; None if they mean nothing to B."""
     new: dict[str, Tensor] = {}
     if values.numel():
         if parts is None or facts.scales is None:
@@ -234,6 +239,7 @@ def _keep_payload(
     if shared is not None:
         new[tensor_wide(b) or "scale"], holds = shared[3], shared[3] + shared[4] == 0
     for number in new.values():
+        # under this option B holds powers of two alone
         if getattr(b, "power_of_two", False):
             holds = holds & (number.view(torch.int32) & 0x7FFFFF == 0)
         holds = holds & (number < math.inf).all() if tensor_wide(b) else holds & (number < math.inf)
@@ -242,9 +248,9 @@ def _keep_payload(
 
 
 def _equal_scales(parts: Parts, a: Recipe, b: Recipe, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
-    """The largest and the least of A's scales under each of B's, as numbers that `_from_numbers` makes scales of again.
+    """Return the largest and the least of A's scales under each of B's, as numbers for `_from_numbers`.
 
-    fp32 in the shape of B's `scale`; None where A's scales mean nothing under B.
+    fp32 in the shape of B's `scale`; None if A's scales mean nothing under B.
     """
     one, other = _scale_spec(a), _scale_spec(b)
     if one is None or other is None or not _same_kind(a, b):
@@ -263,7 +269,7 @@ def _equal_scales(parts: Parts, a: Recipe, b: Recipe, shape: torch.Size) -> tupl
 
 
 def _under_blocks(scale: Tensor, one: PartSpec, other: PartSpec, columns: int) -> tuple[Tensor, Tensor]:
-    """The largest and the least scale (fp32 [.., N, blocks of `one`]) in each block of `other`.
+    """Return the largest and the least scale (fp32 [.., N, blocks of `one`]) in each block of `other`.
 
     Blocks of one kind divide each other.
     """
@@ -281,14 +287,15 @@ def _under_blocks(scale: Tensor, one: PartSpec, other: PartSpec, columns: int) -
 
 
 def _numbers(scale: Tensor) -> Tensor:
-    """Scales as fp32 that are equal where the scales are; those of fewer bytes as their codes, NaN included."""
+    """Return scales as fp32 that are equal where the scales are; those of fewer bytes as their codes, NaN included."""
+    # NaN differs from itself; infinity stands for a scale that cannot be kept
     if scale.dtype.itemsize == 4:
         return torch.where(scale.isnan(), math.inf, scale)
     return scale.view(torch.uint8 if scale.dtype.itemsize == 1 else torch.int16).to(torch.float32)
 
 
 def _from_numbers(numbers: Tensor, spec: PartSpec) -> Tensor:
-    """The inverse of `_numbers`, contiguous."""
+    """Undo `_numbers`; contiguous."""
     if spec.dtype.itemsize == 4:
         return numbers.contiguous()
     return numbers.to(torch.uint8 if spec.dtype.itemsize == 1 else torch.int16).contiguous().view(spec.dtype)

@@ -22,9 +22,9 @@ _PIECE = 2**18  # elements that are looked at together, so that temporaries stay
 
 
 class Fineness(NamedTuple):
-    """Facts of the values behind each scale, fp32, never negative; 0 where there are no values.
+    """Facts of the values behind each scale, fp32, never negative; 0 if there are no values.
 
-    amax: largest finite magnitude. depth: ORIGIN - p of the value with the least p, 0 where all are 0.
+    amax: largest finite magnitude. depth: ORIGIN - p of the value with the least p, 0 if all are 0.
     broken: 1 where some value has too many bits for the element, or is infinite. nan: 1 where some value is NaN.
     number: 1 where some value is finite.
     """
@@ -36,16 +36,16 @@ class Fineness(NamedTuple):
     number: Tensor
 
     def spread(self, rows: int) -> "Fineness":
-        """Of square blocks: the maxima over so many rows, in each of them."""
+        """Spread the maxima over so many rows, those of square blocks, to each of them."""
         return Fineness(*(scatter_blocks(fact, rows) for fact in self))
 
     def joined(self) -> "Fineness":
-        """Of all values together, fp32 [] each."""
+        """Return the facts of all values together, fp32 [] each."""
         return Fineness(*(fact.amax() if fact.numel() else fact.new_zeros(()) for fact in self))
 
 
 def fineness(x: Tensor, block: int, mantissa: int) -> Fineness:
-    """The facts of each block of each row of x (fp32 [.., N, K]): fp32 [.., N, ceil(K / block)]; block 0: of each row.
+    """Return the facts of each block of each row of x (fp32 [.., N, K]), [.., N, ceil(K / block)]; block 0: a row.
 
     `mantissa` is the number of mantissa bits of the element.
     """
@@ -54,12 +54,13 @@ def fineness(x: Tensor, block: int, mantissa: int) -> Fineness:
         none = torch.zeros((*x.shape[:-1], columns), dtype=torch.float32, device=x.device)
         return Fineness(none, none, none, none, none)
     rows = x.reshape(-1, x.shape[-1])
+    # in pieces, as each fact takes a temporary of the size of the values
     pieces = [_facts(piece, block, mantissa) for piece in rows.split(max(_PIECE // rows.shape[1], 1))]
     return Fineness(*(torch.cat(facts).reshape(*x.shape[:-1], columns) for facts in zip(*pieces, strict=True)))
 
 
 def fits(enc: Tensor, facts: Fineness, step: int) -> Tensor:
-    """Where values of which these are the facts are exact under the scale 1 / enc, bool; enc is a power of two.
+    """Return where values of which these are the facts are exact under the scale 1 / enc, bool; enc is a power of two.
 
     The scale itself must be a normal number. That no value saturates is up to whoever made enc from the amax.
     """
@@ -69,7 +70,7 @@ def fits(enc: Tensor, facts: Fineness, step: int) -> Tensor:
 
 
 def _facts(x: Tensor, block: int, mantissa: int) -> Fineness:
-    """Of rows [n, K]: [n, blocks] each."""
+    """Return the facts of rows [n, K], [n, blocks] each."""
 
     def largest(each: Tensor) -> Tensor:
         each = each.to(torch.float32)

@@ -45,9 +45,10 @@ class KeyTag(str):
 
     @staticmethod
     def put() -> None:
-        """Within a trace, take the place of what is set, unless that has been done."""
+        """Take the place of what is set, within a trace, unless that has been done."""
         if is_tracing():
             config = torch.compiler.config
+            # this tag is the one thing that torch pickles into the key of every graph
             if type(config.cache_key_tag) is not KeyTag:
                 config.cache_key_tag = KeyTag(config.cache_key_tag)
 
@@ -57,12 +58,12 @@ class KeyTag(str):
 
 
 def _as_set(tag: str, *keys: str) -> str:
-    """What unpickling a KeyTag gives, and so a copy of it."""
+    """Return what unpickling a KeyTag gives, and so what a copy of it is."""
     return tag
 
 
 def _keys_within(tensor: Any, place: str) -> Iterator[str]:
-    """Place and key of each tensor of ours that this one is, or has inside."""
+    """Yield the place and the key of each tensor of ours that this one is, or has inside."""
     if isinstance(tensor, Keyed):
         yield f"{place}: {graph_key(tensor)}"
     elif hasattr(tensor, "__tensor_flatten__"):
@@ -88,6 +89,7 @@ THIS_CODE = _Code()
 
 
 def _this_code(digest: str) -> _Code:
+    # a graph has our kernels as they were: with other code the bytes might differ
     if digest != code_digest(HERE):
         raise RuntimeError(
             "this compiled graph was traced through another version of qtensor, whose kernels it would run; compile it "
@@ -97,12 +99,13 @@ def _this_code(digest: str) -> _Code:
 
 
 def graph_key(tensor: Any) -> str:
-    """The key of a tensor: its looks, what flattening it gives (our code, too), and the looks of all inside.
+    """Return the key of a tensor: its looks, what flattening it gives (our code, too), and the looks of all inside.
 
     The width of the CPU's vectors is in it, too: torch leaves that out, and code for other vectors writes wrong values,
     or beyond its output.
     """
     with torch.no_grad(), without_torch_function():
+        # torch's own key of a wrapper says nothing of what is inside
         names, context = tensor.__tensor_flatten__()
         inside = [(name, _looks(getattr(tensor, name))) for name in names]
         vectors = torch.backends.cpu.get_cpu_capability()
@@ -116,7 +119,7 @@ def _looks(tensor: Tensor) -> tuple[Any, ...]:
 
 @functools.cache
 def code_digest(packages: tuple[Path, ...]) -> str:
-    """A digest of the source of packages; where it is not there as files, the version."""
+    """Return a digest of the source of packages; if it is not there as files, the version."""
     files = sorted((path.relative_to(root.parent), path) for root in packages for path in root.rglob("*.py"))
     if not files:
         return VERSION

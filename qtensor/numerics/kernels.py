@@ -10,7 +10,7 @@ The formats say what the bytes are, in torch ops on fp32 values. Here is how the
     traced by torch.compile      the plain definition, which joins the graph
 
 Compiled code sees the values as [rows, blocks, block], so that the last dim is a constant and indices need no division:
-where K itself is the dynamic dim, inductor does not vectorise. Rows that end in a smaller block are cut in two for it,
+if K itself is the dynamic dim, inductor does not vectorise. Rows that end in a smaller block are cut in two for it,
 see ragged.py. It returns the encoding scales of blocks beside the
 parts, though nobody uses them: this makes inductor compute them once a block instead of once an element.
 """
@@ -18,7 +18,6 @@ parts, though nobody uses them: this makes inductor compute them once a block in
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ from qtensor.spec.registry import (
 
 
 def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
-    """`formats.shared_amax` of dense values [.., N, K] in any floating dtype."""
+    """Do `formats.shared_amax` on dense values [.., N, K] in any floating dtype."""
     x = resolve(x)
     if x.is_meta and not is_tracing() and shares_amax(recipe):
         return x.new_empty(amax_shape(x.shape, recipe), dtype=torch.float32)
@@ -74,30 +73,35 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
 def encode(
     x: Tensor, recipe: Recipe, amax: Tensor | None = None, blocks: BlockFacts | None = None
 ) -> dict[str, Tensor]:
-    """`formats.encode` of dense values [.., N, K] in any floating dtype; with `amax` None the values' own is taken."""
+    """Do `formats.encode` on dense values [.., N, K] in any floating dtype; without `amax` the values' own is taken."""
     x = resolve(x)
+    # shapes alone; a tracer's tensors go through the definition, which its graph needs
     if x.is_meta and not is_tracing():
         return {spec.name: x.new_empty(spec.shape(x.shape), dtype=spec.dtype) for spec in specs_of(recipe)}
     if _runs_as_defined(x):
         values = x.to(torch.float32)
         return formats.encode(values, recipe, formats.shared_amax(values, recipe) if amax is None else amax, blocks)
+    # a pass of its own: the codes of the first rows cannot wait for the largest value of all
     if amax is None and tensor_wide(recipe) is not None:
         amax = shared_amax(x, recipe)
     if amax is not None and amax.ndim:
         amax = amax.reshape(-1, 1)
     group = row_multiple(recipe)
-    if blocks is None and group > 1 and x.ndim > 2 and x.shape[-2] % group:  # blocks end with each matrix of a stack
+    # blocks end with each matrix of a stack
+    if blocks is None and group > 1 and x.ndim > 2 and x.shape[-2] % group:
         blocks = BlockFacts(*(scatter_blocks(fact, group) for fact in block_facts(x, recipe)))
     if blocks is not None:
+        # all scales are decided by the facts, so rows need not come in whole blocks
         facts = [rows_of(fact) for fact in blocks]
         return _over_rows(_encode_kernel(recipe.stored, x.dtype, decided=True), recipe, x, amax, *facts, group=1)
-    if amax is None and shares_amax(recipe):  # that of each row, which the kernel has at hand
+    # that of each row, which the kernel has at hand
+    if amax is None and shares_amax(recipe):
         return _over_rows(_encode_kernel(recipe.stored, x.dtype, own=True), recipe, x, None)
     return _over_rows(_encode_kernel(recipe.stored, x.dtype), recipe, x, amax)
 
 
 def encode_under(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`Format.encode_with` of dense values [N, K] in any floating dtype. ValueError for another number of dims."""
+    """Do `Format.encode_with` on dense values [N, K] in any floating dtype; ValueError for another number of dims."""
     x = resolve(x)
     if x.ndim != 2:
         raise ValueError(f"encode_under of {x.ndim} dims: rows share out scales of [N, K] alone")
@@ -108,7 +112,7 @@ def encode_under(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> 
 
 
 def block_facts(x: Tensor, recipe: Recipe) -> BlockFacts:
-    """`formats.block_facts` of dense values [.., N, K] in any floating dtype."""
+    """Do `formats.block_facts` on dense values [.., N, K] in any floating dtype."""
     x = resolve(x)
     if _runs_as_defined(x) or x.is_meta:
         return formats.block_facts(x.to(torch.float32), recipe)
@@ -129,7 +133,7 @@ def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
 
 
 def row_amaxes(x: Tensor) -> Tensor:
-    """fp32 [.., N, 1]: the largest finite magnitude of each row."""
+    """Return fp32 [.., N, 1]: the largest finite magnitude of each row."""
     x = resolve(x)
     if _runs_as_defined(x):
         return row_amax(x.to(torch.float32))
@@ -140,17 +144,17 @@ def row_amaxes(x: Tensor) -> Tensor:
 
 @functools.cache
 def shares_amax(recipe: Recipe) -> bool:
-    """Whether `encode` uses an amax; it does not where every scale belongs to a block."""
+    """Return whether `encode` uses an amax; it does not if every scale belongs to a block."""
     return shares_scale_along(recipe, 1, 2)
 
 
 def amax_shape(shape: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
-    """Shape of `shared_amax` of values of a shape, for a recipe that has shared scales."""
+    """Return the shape of `shared_amax` of values of a shape, for a recipe that has shared scales."""
     return () if tensor_wide(recipe) else (*shape[:-1], 1)
 
 
 def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
-    """`step` of a format whose recipe keeps a history: parts of x, continued from `state` (amax, scale, history)."""
+    """Do the `step` of a format that keeps a history: parts of x, continued from `state` (amax, scale, history)."""
     x = resolve(x)
     if _runs_as_defined(x) or x.is_meta:
         return format_of(recipe).step(x.to(torch.float32), recipe, *state)
@@ -158,10 +162,11 @@ def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
 
 
 def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """`Format.decode`, rounded once to `dtype`: [.., N, K].
+    """Do `Format.decode`, rounded once to `dtype`: [.., N, K].
 
     Tensor-wide parts may be given per entry of dim 0 ([N, 1, ..]), as a gathered weight has them.
     """
+    # shapes alone, as in `encode`
     if parts["payload"].is_meta and not is_tracing():
         return torch.empty(logical_shape(parts["payload"], recipe), dtype=dtype, device="meta")
     if _runs_as_defined(parts["payload"]):
@@ -171,6 +176,7 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
     kernel = _decode_kernel(recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
     specs = _decoded_specs(recipe)
     payload, *others = [part_rows(parts[spec.name], spec, shape) for spec in specs]
+    # likewise
     if payload.shape[1] % packed_block(recipe) and kernel.compiles(payload):
         given = {spec.name: part for spec, part in zip(specs, (payload, *others), strict=True)}
         return _decode_ragged(given, recipe, shape, dtype)
@@ -272,7 +278,7 @@ def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided
 
 
 def _by_hand(recipe: Recipe, dtype: torch.dtype) -> triton_kernels.ByHand | None:
-    """The kernels for GPUs that somebody wrote for a recipe, where they could run."""
+    """Return the kernels for GPUs that somebody wrote for a recipe, if they could run."""
     return format_of(recipe).by_hand(recipe) if _takes_by_hand(dtype) else None
 
 
@@ -281,12 +287,12 @@ def _takes_by_hand(dtype: torch.dtype) -> bool:
 
 
 def _round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values` in `dtype`. In fp32 every NaN is the default one; in bf16 and fp16 the backend's conversion decides."""
+    """Round to `dtype`. In fp32 each NaN becomes the default one; in bf16 and fp16 the backend's conversion decides."""
     return canonical_nan(values) if dtype == torch.float32 else values.to(dtype)
 
 
 def _decoded_specs(recipe: Recipe) -> list[PartSpec]:
-    """The specs of the parts that values are made of; a history is not among them."""
+    """Return the specs of the parts that values are made of; a history is not among them."""
     return [spec for spec in specs_of(recipe) if spec.gathered]
 
 
@@ -298,23 +304,26 @@ def _name(recipe: Recipe, dtype: torch.dtype) -> str:
 
 
 def _runs_as_defined(x: Tensor) -> bool:
-    """Whether to run the plain definition: while traced, while rounding stochastically, or for a small x."""
-    if is_tracing() or is_armed():  # asked first: reading the size would put a guard on it into the caller's graph
+    """Return whether to run the plain definition: while traced, while rounding stochastically, or for a small x."""
+    # asked first: reading the size would put a guard on it into the caller's graph
+    if is_tracing() or is_armed():
         return True
-    small = min(COMPILED_FROM, CHUNK.get(x.device.type, CHUNK_ELSEWHERE) // 2)  # a byte may hold two elements
+    # a byte may hold two elements
+    small = min(COMPILED_FROM, CHUNK.get(x.device.type, CHUNK_ELSEWHERE) // 2)
     return x.numel() == 0 or (use_kernels.mode != "compiled" and x.numel() < small)
 
 
 def _over_rows(
     kernel: Kernel, recipe: Recipe, x: Tensor, *args: Tensor | None, group: int | None = None
 ) -> dict[str, Tensor]:
-    """The parts of x, in the shapes that the specs say, by one or more calls of the kernel.
+    """Return the parts of x, in the shapes that the specs say, by one or more calls of the kernel.
 
     `group` is how many rows must come together: those of a square block, unless the arguments decide all scales.
     """
     decided = group is not None
     group = group or row_multiple(recipe)
     flat, block = rows_of(x), block_multiple(recipe)
+    # compiled code sees whole blocks only, see ragged.py
     if flat.shape[1] % block and kernel.compiles(flat) and not decided:
         strided = _encode_kernel(recipe.stored, x.dtype, strided=True)
         run = functools.partial(_over_flat, recipe=recipe, args=args, group=group)
@@ -331,13 +340,14 @@ def _over_rows(
 def _over_flat(
     kernel: Kernel, flat: Tensor, recipe: Recipe, args: Sequence[Tensor | None], group: int
 ) -> dict[str, Tensor]:
-    """The parts of [rows, K]."""
+    """Return the parts of [rows, K]."""
     block = block_multiple(recipe)
     found: dict[str, Tensor] = {}
     for piece in pieces_of(flat, group, kernel):
         parts, _ = kernel(cut_into_tiles(flat[piece], block, group), *(own_rows(arg, piece) for arg in args))
         for name, part in parts.items():
-            if part.ndim < 2 or part.shape[0] == flat.shape[0]:  # tensor-wide, or all rows at once
+            # tensor-wide, or all rows at once
+            if part.ndim < 2 or part.shape[0] == flat.shape[0]:
                 found[name] = part
                 continue
             if name not in found:
@@ -347,18 +357,18 @@ def _over_flat(
 
 
 def _decode_ragged(parts: dict[str, Tensor], recipe: Recipe, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`decode` of parts [rows, ..] of rows that end in a smaller block."""
+    """Decode parts [rows, ..] of rows that end in a smaller block."""
     wide, columns = tensor_wide(recipe), shape[-1]
     kernel = functools.partial(_decode_kernel, recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
     first, last = ragged.split_ragged(parts, columns, block_multiple(recipe), tuple(_decoded_specs(recipe)))
     values = torch.empty(shape, dtype=dtype, device=parts["payload"].device)
     flat, behind = values.view(-1, columns), columns - columns % block_multiple(recipe)
 
-    def decode_rows(run: Kernel, payload: Tensor, *others: Tensor) -> Any:
+    def decode_piece(run: Kernel, payload: Tensor, *others: Tensor) -> Tensor:
         tiles = cut_into_tiles(payload, packed_block(recipe))
-        return run(tiles, *(rows_of(part) if part.ndim else part for part in others))
+        return run(tiles, *(rows_of(part) if part.ndim else part for part in others))  # type: ignore[no-any-return]
 
     if behind:
-        flat[:, :behind].copy_(decode_rows(kernel(strided=True), *first.values()))
-    flat[:, behind:].copy_(decode_rows(kernel(), *last.values())[:, : columns - behind])
+        flat[:, :behind].copy_(decode_piece(kernel(strided=True), *first.values()))
+    flat[:, behind:].copy_(decode_piece(kernel(), *last.values())[:, : columns - behind])
     return values

@@ -45,9 +45,11 @@ class OwnScales:
     def __init__(self, recipe: Recipe, *, wide: bool = True, rows: bool = True) -> None:
         self.recipe = recipe
         self.format = format_of(recipe)
-        self.judges = self.format.judges and not keeps_history(recipe)  # a history, not the values, decides
+        # a history, not the values, decides
+        self.judges = self.format.judges and not keeps_history(recipe)
         self._wide = tensor_wide(recipe) if wide else None
-        self._largest: Tensor | None = None  # below the tensor-wide scale, fp32 [], on the CPU
+        # below the tensor-wide scale, fp32 [], on the CPU
+        self._largest: Tensor | None = None
         self._scale = next(spec for spec in specs_of(recipe) if spec.name == "scale") if self.judges else None
         self._blocks = self._scale is not None and self._scale.per_row and (rows or self._scale.block > 0)
         self._parts: Mapping[str, Tensor] = {}
@@ -58,12 +60,14 @@ class OwnScales:
         if not self.judges or not parts["payload"].numel():
             return
         self._parts = parts
-        elements = elements_of(parts, self.recipe).abs().nan_to_num_(0.0)  # NaN has no part in an amax
+        # NaN has no part in an amax
+        elements = elements_of(parts, self.recipe).abs().nan_to_num_(0.0)
         if self._blocks:
             largest = self._under_scales(elements)
             asked = self.format.asked(parts, self.recipe, "scale", largest) & self._hold_one_scale(parts["scale"])
             self.scales += asked.numel()
             self.others += int((~asked).sum())
+        # the tensor-wide scale follows from the largest of what is below it, which is known at the end
         if self._wide is not None:
             below = elements if self._wide == "scale" else parts["scale"].float().nan_to_num(math.inf)  # may have led
             top = below.amax().cpu()
@@ -73,12 +77,13 @@ class OwnScales:
         """Judge the tensor-wide scale, when all has been seen."""
         if self._wide is None or self._largest is None:
             return
+        # the largest of all pieces is known only now
         parts = {self._wide: self._parts[self._wide].cpu()}
         self.scales += 1
         self.others += int(not bool(self.format.asked(parts, self.recipe, self._wide, self._largest).all()))
 
     def _under_scales(self, elements: Tensor) -> Tensor:
-        """fp32, shaped like the scale: the largest of the elements under each."""
+        """Return the largest of the elements under each scale, fp32 in the shape of the scale."""
         assert self._scale is not None
         if not self._scale.block:
             return elements.amax(dim=-1, keepdim=True)
@@ -87,7 +92,7 @@ class OwnScales:
         return scatter_blocks(largest, group) if group > 1 else largest
 
     def _hold_one_scale(self, scale: Tensor) -> Tensor:
-        """Where all rows of a square block hold one scale, bool; True for other blocks."""
+        """Return whether all rows of a square block hold one scale; True for other blocks."""
         group = row_multiple(self.recipe)
         if group == 1:
             return torch.ones((), dtype=torch.bool, device=scale.device)
@@ -97,7 +102,8 @@ class OwnScales:
 
 
 def elements_of(parts: Mapping[str, Tensor], recipe: Recipe) -> Tensor:
-    """The values of the elements themselves, fp32 [.., N, K]: what the payload decodes to under scales of 1."""
+    """Return the values of the elements themselves, fp32 [.., N, K]: what the payload decodes to under scales of 1."""
+    # under scales of 1 the decoded values are the elements
     ones: dict[str, Tensor] = {}
     for spec in specs_of(recipe)[1:]:
         if spec.length is None and spec.numbers is not None:

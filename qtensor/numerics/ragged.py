@@ -23,8 +23,9 @@ def encode_ragged(
     whole: Callable[[Tensor], Parts],
     rest: Callable[[Tensor], Parts],
 ) -> Parts:
-    """The parts of x [rows, K]: `whole` makes those of the whole blocks, `rest` those of the filled one."""
+    """Return the parts of x [rows, K]: `whole` makes those of whole blocks, `rest` those of the filled one."""
     behind = x.shape[1] - x.shape[1] % block
+    # zeros are in no amax, so the block has the scale that its own values ask for
     last = rest(torch.nn.functional.pad(x[:, behind:], (0, block - x.shape[1] % block)))
     first = (
         whole(x[:, :behind]) if behind else {name: part[:, :0] if part.ndim else part for name, part in last.items()}
@@ -45,7 +46,7 @@ def encode_ragged(
 def split_ragged(
     parts: Mapping[str, Tensor], columns: int, block: int, specs: tuple[PartSpec, ...]
 ) -> tuple[Parts, Parts]:
-    """Parts [rows, ..] of rows of so many columns -> those of the whole blocks, and those of the filled one."""
+    """Split parts [rows, ..] of rows of so many columns into those of whole blocks and those of the filled one."""
     behind = columns - columns % block
     first, last = dict(parts), dict(parts)
     for spec in specs:
@@ -57,6 +58,6 @@ def split_ragged(
 
 
 def _fill(part: Tensor, columns: int) -> Tensor:
-    """`part` with more columns of zero bytes; as bytes, since padding does not support float8."""
+    """Return `part` with more columns of zero bytes; as bytes, since padding does not support float8."""
     bytes_ = part.contiguous().view(torch.uint8)
     return torch.nn.functional.pad(bytes_, (0, columns * part.itemsize)).view(part.dtype)

@@ -53,6 +53,7 @@ class MasterCheck:
             return
         self._amax = torch.maximum(self._amax, finite_amax(master).cpu())
         self._wide = {spec.name: parts[spec.name].cpu() for spec in specs_of(self.recipe) if not spec.per_row}
+        # one value that differs settles it: from then on only "written" can still hold
         if self.fresh:
             values = kernels.decode(parts, self.recipe, torch.float32)
             self.fresh = bool(((values == master) | (values.isnan() & master.isnan())).all())
@@ -61,8 +62,9 @@ class MasterCheck:
         self.written = not self.differing
 
     def parts_belong(self) -> bool:
-        """Whether the weight is written or fresh, now that all of it has been seen."""
+        """Return whether the weight is written or fresh, when all of it has been seen."""
         wide = tensor_wide(self.recipe)
+        # each piece agrees with the scale that is stored; only the whole tells whether the weight asks for it
         if self.whole and self.written and self._wide:
             if keeps_history(self.recipe):
                 self.written = bool(self._wide["amax_history"][0] == self._amax)
@@ -72,10 +74,10 @@ class MasterCheck:
 
 
 def differing_bytes(parts: Mapping[str, Tensor], master: Tensor, recipe: Recipe, *, whole_rows: bool) -> int:
-    """How many bytes of a piece's parts differ from those of quantizing its master; tensor-wide parts do not count.
+    """Count bytes of a piece's parts that differ from those of quantizing its master, without tensor-wide parts.
 
     Under a scale that pieces share, every amax that leads to this scale is tried, and the smallest count is returned; 0
-    where the scale is below LEAST. `whole_rows`: the piece is not cut along K, so its own amax decides a row's scale.
+    if the scale is below LEAST. `whole_rows`: the piece is not cut along K, so its own amax decides a row's scale.
     """
     if not kernels.shares_amax(recipe):
         return int(_count_differing(parts, kernels.encode(master, recipe), recipe).sum())
@@ -84,6 +86,7 @@ def differing_bytes(parts: Mapping[str, Tensor], master: Tensor, recipe: Recipe,
     own = kernels.shared_amax(master, recipe)
     assert own is not None
     fewest = torch.full_like(scale, math.inf)
+    # the amax of the whole weight is not at hand, but few numbers lead to the scale that is stored
     for amax in _amaxes(own, scale, recipe, alone=wide is None and whole_rows):
         if wide and float(scale) >= LEAST and not torch.equal(_scale_of(amax, recipe), scale):
             continue  # without quantizing what cannot be it
@@ -94,33 +97,35 @@ def differing_bytes(parts: Mapping[str, Tensor], master: Tensor, recipe: Recipe,
         fewest = torch.minimum(fewest, torch.where(led | (wide is None and whole_rows), apart, math.inf))
         if not bool(fewest.any()):
             break
+    # so far down the bytes tell nothing, and a false alarm would be worse
     fewest = torch.where(scale < LEAST, 0.0, fewest)
     every = sum(parts[spec.name].nbytes for spec in specs_of(recipe) if spec.per_row) // max(fewest.numel(), 1)
     return int(fewest.nan_to_num(posinf=every).sum())
 
 
 def _amaxes(own: Tensor, scale: Tensor, recipe: Recipe, *, alone: bool) -> Iterator[Tensor]:
-    """The amaxes that may have led to a shared scale, fp32 in its shape, first that of the values (`own`).
+    """Yield the amaxes that may have led to a shared scale, fp32 in its shape, first that of the values (`own`).
 
     alone: no other piece has a part in it.
     """
     yield own
     if alone:
         return
+    # the amax that exact arithmetic would lead to this scale; rounding moves it by few units
     nearest = (scale.double() / _scale_of(torch.ones_like(scale), recipe).double()).float()
     for step in NEAR:
         yield (nearest.view(torch.int32) + step).view(torch.float32)
 
 
 def _scale_of(amax: Tensor, recipe: Recipe) -> Tensor:
-    """The shared scale that quantizing makes of an amax, in the shape of the amax: [] or [.., N, 1]."""
+    """Return the shared scale that quantizing makes of an amax, in the shape of the amax: [] or [.., N, 1]."""
     rows = amax.shape[:-1] if amax.ndim else (row_multiple(recipe),)
     zeros = torch.zeros(*rows, block_multiple(recipe), dtype=torch.float32, device=amax.device)
     return encode(zeros, recipe, amax)[tensor_wide(recipe) or "scale"]
 
 
 def _count_differing(parts: Mapping[str, Tensor], made: Mapping[str, Tensor], recipe: Recipe) -> Tensor:
-    """fp32 [.., N, 1]: the bytes of each row that differ."""
+    """Return fp32 [.., N, 1]: the bytes of each row that differ."""
     found = [
         (parts[spec.name].view(torch.uint8) != made[spec.name].view(torch.uint8)).sum(dim=-1, keepdim=True)
         for spec in specs_of(recipe)

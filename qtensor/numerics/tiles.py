@@ -15,30 +15,31 @@ CHUNK_ELSEWHERE = 2**26  # enough to keep a GPU busy
 
 
 def chunk_of(device: torch.device) -> int:
-    """How many elements eager code takes at a time."""
+    """Return how many elements eager code takes at a time."""
     return CHUNK.get(device.type, CHUNK_ELSEWHERE)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[.., N, K] -> [rows, K], contiguous and aligned to 8-byte words."""
+    """Return [.., N, K] as [rows, K], contiguous and aligned to 8-byte words."""
     x = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    # kernels read words of 8 bytes
     return x.clone() if x.storage_offset() * x.itemsize % 8 else x
 
 
 def part_rows(part: Tensor, spec: PartSpec, shape: Sequence[int]) -> Tensor:
-    """A part of a tensor of `shape`: [rows, ..]; a tensor-wide one: [], or [rows, 1] if given per entry of dim 0."""
+    """Return a part of a tensor of `shape`: [rows, ..]; a tensor-wide one: [], or [rows, 1] if per entry of dim 0."""
     if spec.per_row:
         return rows_of(part)
     return part if part.ndim == 0 else part.expand(*shape[:-1], 1).reshape(-1, 1)
 
 
 def own_rows(argument: Tensor | None, piece: slice) -> Tensor | None:
-    """What belongs to a piece of the rows: those rows of an argument with rows, or all of a tensor-wide one."""
+    """Return what belongs to a piece of the rows: those rows of an argument with rows, or all of a tensor-wide one."""
     return argument if argument is None or argument.ndim < 2 else argument[piece]
 
 
 def cut_into_tiles(x: Tensor, block: int, group: int = 1) -> Tensor:
-    """[rows, K] -> [rows, blocks, block]; for square blocks -> [groups, group, blocks, block].
+    """Cut [rows, K] into [rows, blocks, block]; for square blocks into [groups, group, blocks, block].
 
     Rows fewer than a group form one group. Rows whose last block holds fewer elements stay [rows, K].
     """
@@ -52,16 +53,17 @@ def cut_into_tiles(x: Tensor, block: int, group: int = 1) -> Tensor:
 
 
 def join_tiles(x: Tensor, block: int) -> Tensor:
-    """The inverse of `cut_into_tiles`, for traced code."""
+    """Undo `cut_into_tiles`, for traced code."""
     if x.ndim == 2:
         return x
-    if x.shape[-1] != block:  # a branch on one number makes the block a constant of the compiled code
+    # a branch on one number makes the block a constant of the compiled code
+    if x.shape[-1] != block:
         raise AssertionError(f"tiles of {x.shape[-1]}, expected {block}")
     return x.flatten(-2).flatten(0, -2)
 
 
 def pieces_of(flat: Tensor, group: int, kernel: Kernel) -> Iterator[slice]:
-    """Slices of rows for one call each: all rows where the kernel is compiled, chunks where it is eager.
+    """Yield slices of rows for one call each: all rows if the kernel is compiled, chunks if it is eager.
 
     Groups of so many rows (square blocks) are not split; rows left over behind the last whole one come as a slice of
     their own.
@@ -77,5 +79,5 @@ def pieces_of(flat: Tensor, group: int, kernel: Kernel) -> Iterator[slice]:
 
 
 def packed_block(recipe: Recipe) -> int:
-    """How many elements of the payload part share one block scale; 1 without blocks."""
+    """Return how many elements of the payload part share one block scale; 1 without blocks."""
     return block_multiple(recipe) // specs_of(recipe)[0].block

@@ -1,7 +1,7 @@
 """Assigning `.data` of a weight: `p.data = p.data.to(torch.float32)` and `p.data += update`, as peft writes them.
 
 torch's setter exchanges what a tensor is (shape, dtype, device) and its bytes, and keeps the parameter. A wrapper has
-its bytes in attributes, which torch does not know of. So both are exchanged, where the value is a weight of the same
+its bytes in attributes, which torch does not know of. So both are exchanged, if the value is a weight of the same
 storage, recipe and shape: the bytes are those of the value then, and nothing is requantized. Any other value is
 refused, and so is one for a weight that FSDP2 holds, which would go on with the parts that it knows.
 """
@@ -22,7 +22,7 @@ SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def exchange_data(weight: Any, value: Any, contents: Sequence[str]) -> bool:
-    """Do `weight.data = value`; False, and nothing done, where it is not defined.
+    """Do `weight.data = value`; return False, with nothing done, if it is not defined.
 
     Args:
         weight: what is written.
@@ -32,6 +32,7 @@ def exchange_data(weight: Any, value: Any, contents: Sequence[str]) -> bool:
     alike = type(weight) is type(value) and weight.recipe == value.recipe and weight.shape == value.shape
     if not alike:
         return False
+    # torch exchanges the wrapper's looks alone; the bytes are in attributes that it does not know
     with torch.no_grad(), without_torch_function():
         SET_DATA(weight, value.detach())
         for name in contents:
@@ -40,7 +41,7 @@ def exchange_data(weight: Any, value: Any, contents: Sequence[str]) -> bool:
 
 
 def set_data(q: Tensor, value: Tensor) -> None:
-    """q.data = value, raises for whatever is no weight of the same recipe and shape."""
+    """Do `q.data = value`; raise if the value is no weight of the same recipe and shape."""
     both = [each for each in (q, value) if isinstance(each, QuantizedTensor)]
     if len(both) == 2 and all(each._lens == OWN and each._sharding == AT_REST for each in both):
         parts = [spec.name for spec in specs_of(both[0].recipe)]

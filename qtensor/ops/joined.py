@@ -38,13 +38,13 @@ class Joined(Tensor):
     pieces: Sequence[Tensor]
 
     def __new__(cls, pieces: Sequence[Tensor]) -> Self:
-        """Internal: `pieces` aliased."""
+        """Wrap `pieces`, aliased; internal."""
         self: Any = make_wrapper(cls, (sum(piece.numel() for piece in pieces),), pieces[0].dtype, pieces[0].device)
         self.pieces = list(pieces)
         return self  # type: ignore[no-any-return]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """All is done in __new__."""
+        """Do nothing: all is done in __new__."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's type is that of the C function it has by default
@@ -53,14 +53,15 @@ class Joined(Tensor):
         if func is c10d.broadcast_.default and isinstance(args[0][0], Joined):
             return args[0], broadcast_flat(func, args[0][0].pieces, args[1:], kwargs or {})
         if func is aten.slice.Tensor and (piece := args[0].piece(*args[1:])) is not None:
-            return func(piece, 0, 0, piece.numel())  # an alias, because an op must return a new tensor
+            # an alias, because an op must return a new tensor
+            return func(piece, 0, 0, piece.numel())
         raise NotImplementedError(
             f"{func} is not defined for flattened quantized weights that were joined; DistributedDataParallel "
             "broadcasts them, and nothing else is done to them"
         )
 
     def piece(self, dim: int = 0, start: int = 0, end: int = -1, step: int = 1) -> Tensor | None:
-        """The piece at start:end; None where no piece begins and ends there."""
+        """Return the piece at start:end; None if no piece begins and ends there."""
         stands = 0
         for piece in self.pieces:
             if (dim, start, end, step) == (0, stands, stands + piece.numel(), 1):
@@ -76,8 +77,9 @@ def broadcast_flat(func: Any, pieces: Sequence[Tensor], rest: tuple[Any, ...], k
     """Broadcast pieces in place, and wait for them; returns the last Work.
 
     Raises:
-        RuntimeError: on all ranks, before anything is sent, where they hold pieces of different formats.
+        RuntimeError: on all ranks, before anything is sent, if they hold pieces of different formats.
     """
+    # a rank that broadcasts fewer parts would leave the others in a collective that never ends
     _check_same_formats(dist.ProcessGroup.unbox(rest[0]), pieces)
     work = None
     for piece in pieces:
@@ -85,6 +87,7 @@ def broadcast_flat(func: Any, pieces: Sequence[Tensor], rest: tuple[Any, ...], k
             sent = part.contiguous()
             _, work = func([sent], *rest, **kwargs)
             work.wait()
+            # a part that is not contiguous was received into a copy
             if sent is not part:
                 part.copy_(sent)
     return work
@@ -92,6 +95,7 @@ def broadcast_flat(func: Any, pieces: Sequence[Tensor], rest: tuple[Any, ...], k
 
 def _check_same_formats(group: dist.ProcessGroup, pieces: Sequence[Tensor]) -> None:
     formats = [_format(piece) for piece in pieces]
+    # the maxima of a number and of its negative are opposite only if all ranks have the same number
     digest = int.from_bytes(hashlib.sha256("; ".join(formats).encode()).digest()[:7], "big")
     both = torch.tensor([digest, -digest], dtype=torch.int64, device=device_of(group))
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)

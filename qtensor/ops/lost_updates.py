@@ -1,12 +1,12 @@
 """Updates in place that rounding takes back: an average that stands still, an optimizer whose steps do nothing.
 
 A quantized weight lies on the points of its format. An update of less than half a step between two points, written to
-nearest, leaves it where it was, and the next one begins at the same place: ten thousand of them move nothing.
+nearest, leaves it if it was, and the next one begins at the same place: ten thousand of them move nothing.
 
     arrived = <update, after - before> / <update, update>       1: all of the update, 0: nothing of it
     noise   = |after - before - update| / |update|              more than 1: it would have been better not to write
 
-Nothing of it arrives where scales stay as they are. Where a scale of few bits follows an amax that has hardly moved,
+Nothing of it arrives if scales stay as they are. If a scale of few bits follows an amax that has hardly moved,
 all elements are rounded anew, and the noise may be many times the update.
 
 The update is computed in fp32, since the appearance dtype may round it away on its own. This costs several passes over
@@ -57,7 +57,7 @@ class _Due(NamedTuple):
 
 
 def look(func: Any, written: Sequence[Any], operands: Sequence[Any], kwargs: dict[str, Any]) -> Look | None:
-    """To be called before a write to nearest by an in-place op; None where this one is not looked at.
+    """Look before an in-place op writes to nearest; return None if this write is not looked at.
 
     Args:
         func: the op.
@@ -74,19 +74,21 @@ def look(func: Any, written: Sequence[Any], operands: Sequence[Any], kwargs: dic
     if count & (count - 1) or not _has_values(q) or q.recipe.stored in _told:
         return None
     own = [_own(operand, number, len(written)) if listed else operand for operand in operands]
-    before = decode(q).float()  # by the kernel that the write uses, too: another dtype would be compiled for this alone
+    # by the kernel that the write uses, too: another dtype would be compiled for this alone
+    before = decode(q).float()
     update = before.clone()
     func([update] if listed else update, *widen(dequantize_all(own)), **widen(dequantize_all(kwargs)))
     return Look(q, name.split(".")[0], before, update.sub_(before))
 
 
 def tell(looked: Look | None) -> None:
-    """To be called after the write: warns, once a recipe, where the update did not arrive."""
+    """Warn after the write, once a recipe, if the update did not arrive."""
     _read_what_arrived()
     if looked is None:
         return
     q, op, before, update = looked
     moved = decode(q).float().sub_(before)
+    # compared as sums over the weight: single elements may be rounded either way
     size = update.square().sum()
     lost = ((moved * update).sum() < NEARLY_NOTHING * size) | ((moved - update).square().sum() > NOISE**2 * size)
     lost &= size > 0
@@ -100,18 +102,19 @@ def tell(looked: Look | None) -> None:
         _warn(text, q.recipe, lost)
         return
     host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(lost, non_blocking=True)
+    # reading the answer now would make the host wait for the GPU: it is read at a later write
     ready = torch.Event(lost.device)
     ready.record()
     _due.append(_Due(host, ready, text, q.recipe))
 
 
 def _has_values(q: QuantizedTensor) -> bool:
-    """Whether it has elements, from which updates are computed: not from a preserved initial value."""
+    """Return whether it has elements, from which updates are computed: not from a preserved initial value."""
     return type(q.payload) is Tensor and not q.is_meta and initial_value(q) is None and q.numel() > 0
 
 
 def _own(operand: Any, number: int, members: int) -> Any:
-    """What of an operand of a _foreach_ op belongs to a member of the list, as an operand for that member alone."""
+    """Return what belongs to one member of an operand of a _foreach_ op, as an operand for that member alone."""
     if isinstance(operand, list | tuple):
         return [operand[number]]
     several = isinstance(operand, Tensor) and operand.ndim == 1 and len(operand) == members
@@ -127,4 +130,5 @@ def _read_what_arrived() -> None:
 def _warn(text: str, recipe: Recipe, lost: Tensor) -> None:
     if bool(lost) and recipe.stored not in _told:
         _told.add(recipe.stored)
-        warnings.warn(text, stacklevel=7)  # behind the op table, at whoever called the op
+        # behind the op table, at whoever called the op
+        warnings.warn(text, stacklevel=7)

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @implements(aten.add.Tensor, *overloads({"_foreach_add": ("List",)}))
 def decay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """plain.add(q, alpha=weight_decay), which SGD and Adam call. A quantized tensor in front raises.
+    """Compute `plain.add(q, alpha=weight_decay)`, as SGD and Adam do; raise for a quantized tensor in front.
 
     Its sum with something else would be dense, and no optimizer needs that.
     """
@@ -39,7 +39,7 @@ def decay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default, aten._fused_adagrad_.default
 )
 def refuse_fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises: fused kernels would read the payload as values."""
+    """Raise: fused kernels would read the payload as values."""
     q = next(member for member in args[0] if isinstance(member, QuantizedTensor))
     raise NotImplementedError(
         f"fused=True: fused optimizers can not update {describe(q.shape, q.recipe)}; leave fused out, or use "

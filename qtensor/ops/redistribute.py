@@ -1,9 +1,9 @@
 """`full_tensor()` and `distribute_tensor()`: the collectives that DTensor runs on local tensors, part by part.
 
     full_tensor        constant_pad_nd (uneven shards) -> all_gather_into_tensor -> wait_tensor -> slice, cat (columns)
-    distribute_tensor  split -> constant_pad_nd -> scatter_ from rank 0 -> slice; broadcast_ where a mesh dim replicates
+    distribute_tensor  split -> constant_pad_nd -> scatter_ from rank 0 -> slice; broadcast_ if a mesh dim replicates
 
-The result of a gather has the bytes of the shards. Its tensor-wide scale is the agreed one, or, where the shards hold
+The result of a gather has the bytes of the shards. Its tensor-wide scale is the agreed one, or, if the shards hold
 different ones, the vector of their values, one a shard (see fsdp_hooks.all_gather). Gathering over more than one mesh
 dim, or putting columns together, needs agreed scales.
 """
@@ -53,6 +53,7 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return Joined(args[0])
     pieces, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0][0].ndim
     first = next(piece for piece in pieces if isinstance(piece, QuantizedTensor))
+    # equal bytes of different recipes, or under different shared scales, mean different values
     alike = all(
         isinstance(q, QuantizedTensor)
         and q.recipe.stored == first.recipe.stored
@@ -74,7 +75,7 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _join(pieces: list[Tensor], dim: int) -> Tensor:
-    """torch.cat, as bytes: it does not support float8."""
+    """Do torch.cat on bytes, since it does not support float8."""
     return torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces], dim).view(pieces[0].dtype)
 
 
@@ -91,11 +92,13 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parts = {}
     for spec in specs_of(q.recipe):
         part = q.parts()[spec.name]
+        # products do not need it, so this shard's own will do
         if not spec.gathered:
             parts[spec.name] = part.clone()
         else:
             parts[spec.name] = _gather(part if spec.extends_along(0, q.ndim) else part.reshape(1), ranks, group)
     wide, shards, padded = tensor_wide(q.recipe), ShardRows(q.shape[0]), q._sharding.padded_rows
+    # the shards agree: one value serves all rows, as in a weight that was never cut
     if wide and bool((parts[wide] == parts[wide][0]).all()):
         parts[wide] = parts[wide][0].clone()
     sharding = Sharding(
@@ -110,6 +113,7 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Scatter every part as bytes, and a preserved initial value with them, and wait for them."""
     (out,), pieces, *rest = args
+    # one collective for each part, as bytes: a backend need not know float8
     columns = zip(*(bytes_of(q) for q in (out, *(pieces[0] if pieces else ()))), strict=True)
     for own, *given in columns:
         sent = [[piece.contiguous() for piece in given]] if pieces else []
@@ -126,6 +130,7 @@ def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     would take parts for values, so that raises. In a group of a mesh dim all ranks hold the weight that is placed.
     """
     q = next(arg for arg in args[0] if isinstance(arg, QuantizedTensor))
+    # in the default group receivers may hold dense tensors, which would take codes for values
     if _is_flat(q) or dist.ProcessGroup.unbox(args[1]) is not dist.group.WORLD:
         return args[0], broadcast_flat(func, args[0], args[1:], kwargs)
     raise NotImplementedError(
@@ -152,7 +157,7 @@ def wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _pad(part: Tensor, rows: int) -> Tensor:
-    """`part` with `rows` more rows of zero bytes; joined as bytes, since torch.cat does not support float8."""
+    """Return `part` with `rows` more rows of zero bytes; joined as bytes, since torch.cat does not support float8."""
     more = torch.zeros((rows, *part.shape[1:]), dtype=part.dtype, device=part.device)
     return torch.cat([part.view(torch.uint8), more.view(torch.uint8)]).view(part.dtype)
 

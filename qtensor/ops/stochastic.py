@@ -81,7 +81,7 @@ def stochastic_rounding(generator: torch.Generator) -> Iterator[None]:
 
 
 def generator_for(written: Iterable[Any]) -> torch.Generator | None:
-    """The generator for a write into the quantized tensors among `written`; None (to nearest) outside the context.
+    """Return the generator for a write into the quantized ones of `written`; None (to nearest) outside of the context.
 
     Raises:
         ValueError: one of them is on another device than the generator.
@@ -105,7 +105,7 @@ def generator_for(written: Iterable[Any]) -> torch.Generator | None:
 
 
 def refuse_to_stand_still(averages: Iterable[Any], given: float | Tensor) -> None:
-    """Raise where a moving average in quantized storage, rounded to nearest, would stand still (a small lerp_ weight).
+    """Raise if a moving average in quantized storage, rounded to nearest, would stand still (a small lerp_ weight).
 
     A step of E2M1, the coarsest element, is a quarter to a half of the value, so rounding to nearest takes back a
     change of less than an eighth. An average with a preserved initial value is computed on that value and does move.
@@ -121,7 +121,7 @@ def refuse_to_stand_still(averages: Iterable[Any], given: float | Tensor) -> Non
 
 
 def widen(value: Any) -> Any:
-    """`value` with every floating-point tensor in it as plain fp32: lerp_ and others do not promote dtypes."""
+    """Return `value` with every floating-point tensor in it as plain fp32: lerp_ and others do not promote dtypes."""
 
     def widen_leaf(leaf: Any) -> Any:
         if isinstance(leaf, QuantizedTensor):
@@ -132,7 +132,7 @@ def widen(value: Any) -> Any:
 
 
 def widen_each(members: Sequence[Tensor], operand: Any) -> Any:
-    """An operand of a _foreach_ op, `widen` where it belongs to a quantized member."""
+    """Return an operand of a _foreach_ op, its pieces widened if they belong to a quantized member."""
     if not (isinstance(operand, list | tuple) and isinstance(operand[0], Tensor)):
         return operand  # numbers
     return [

@@ -45,7 +45,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def implements(*overloads: Any) -> Callable[[Handler], Handler]:
-    """Enter a handler into the table for some overloads; raises ValueError where an overload has one already."""
+    """Enter a handler into the table for some overloads; raise ValueError if an overload has one already."""
 
     def enter(handler: Handler) -> Handler:
         for overload in overloads:
@@ -62,7 +62,7 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
 
 @implements(aten.clone.default)
 def clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A deep copy: parts and initial value get storage of their own, which does not have FSDP's padding."""
+    """Copy deeply: parts and initial value get storage of their own, which does not have FSDP's padding."""
     q = args[0]
     parts = {name: part.clone(memory_format=torch.contiguous_format) for name, part in contents_of(q).items()}
     sharding = Sharding(shards=q._sharding.shards)
@@ -86,7 +86,7 @@ def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten._pin_memory.default)
 def pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Page-locked copies of the parts."""
+    """Return page-locked copies of the parts."""
     q = args[0]
     parts = {name: part.pin_memory() for name, part in contents_of(q).items()}
     return q._like(parts, lens=q._lens, sharding=q._sharding, shape=q.shape)
@@ -94,15 +94,15 @@ def pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.is_pinned.default)
 def is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the payload is page-locked."""
+    """Return whether the payload is page-locked."""
     return bool(args[0].payload.is_pinned())
 
 
 @implements(aten.copy_.default)
 def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """dst.copy_(src): copies bytes where both have one recipe, else requantizes; a dense dst gets dense values.
+    """Do dst.copy_(src): copy bytes if both have one recipe, else requantize; a dense dst gets dense values.
 
-    The values of another recipe stay what they are where dst can hold them, see exact.py.
+    The values of another recipe stay what they are if dst can hold them, see exact.py.
     """
     dst, src = args[0], args[1]
     if not isinstance(dst, QuantizedTensor):
@@ -110,9 +110,10 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     same = isinstance(src, QuantizedTensor) and src.recipe.stored == dst.recipe.stored and src.shape == dst.shape
     if same and _alike(src._lens, dst._lens) and _scales_fit(dst, src):
         own = contents_of(dst)
-        # where src has no initial value dst forgets its own, since the new bytes were not made from it
+        # if src has no initial value dst forgets its own, since the new bytes were not made from it
         store(dst, {name: _fit(part, own[name]) for name, part in contents_of(src).items() if name in own})
         return dst
+    # a copy that quantizes is a write like any other, so stochastic rounding holds for it
     with armed(generator_for([dst])):
         if isinstance(src, QuantizedTensor):
             values, parts = decode(src, torch.float32), None
@@ -126,12 +127,12 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _alike(src: Lens, dst: Lens) -> bool:
-    """Whether the parts of both describe their elements in the same order."""
+    """Return whether the parts of both describe their elements in the same order."""
     return src.described == dst.described and not src.transposed and not dst.transposed
 
 
 def _scales_fit(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
-    """Whether dst can store the tensor-wide values of src: one value in dst cannot stand for several in src."""
+    """Return whether dst can store the tensor-wide values of src: one value in dst cannot stand for several in src."""
     wide = tensor_wide(dst.recipe)
     return wide is None or src._sharding.shards == dst._sharding.shards or getattr(src, wide).numel() == 1
 
@@ -151,7 +152,7 @@ def _allocate(
     zero: bool,
     sharding: Sharding = AT_REST,
 ) -> QuantizedTensor:
-    """A new tensor of the class of q, its parts in the right shapes and dtypes; draws no random numbers.
+    """Return a new tensor of the class of q, its parts in the right shapes and dtypes; draws no random numbers.
 
     Only codes and other one-byte parts may be uninitialised; wider parts are always zeros.
     """
@@ -175,19 +176,19 @@ def _allocate(
 
 @implements(aten.empty_like.default)
 def empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Same class, uninitialised (to_empty, staging)."""
+    """Allocate the same class, uninitialised (to_empty, staging)."""
     return _allocate(args[0], args[0]._lens.described or args[0].shape, kwargs, zero=False)
 
 
 @implements(aten.new_empty.default)
 def new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Same class, another shape. FSDP asks for (0,) where a rank has no rows."""
+    """Allocate the same class in another shape. FSDP asks for (0,) if a rank has no rows."""
     return _allocate(args[0], args[1], kwargs, zero=False)
 
 
 @implements(aten.new_zeros.default)
 def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Same class, zeros. FSDP allocates a padded shard this way, so the row count is remembered as its padded rows.
+    """Allocate zeros of the same class. FSDP makes a padded shard so; its row count is noted as its padded rows.
 
     Tensor-wide parts are copied from q, so that a shard without rows, into which nothing is ever copied, agrees with
     the others from the start.
@@ -214,7 +215,7 @@ def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def refuse_resharding_to_a_smaller_mesh(q: QuantizedTensor, size: int) -> None:
-    """Raise where a weight that was just sharded is cut once more, into another number of rows.
+    """Raise if a weight that was just sharded is cut once more, into another number of rows.
 
     fully_shard(reshard_after_forward=<int>) does this.
     """
@@ -228,7 +229,7 @@ def refuse_resharding_to_a_smaller_mesh(q: QuantizedTensor, size: int) -> None:
 
 @implements(aten.zeros_like.default)
 def zeros_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """PLAIN zeros, which optimizers ask for as state; with `device=` the same class, which blocking stagers ask for."""
+    """Return PLAIN zeros, as optimizers want for state; with `device=` the same class, as blocking stagers want."""
     q = args[0]
     if kwargs.get("device") is not None:
         out = _allocate(q, q._lens.described or q.shape, kwargs, zero=True)
@@ -239,7 +240,7 @@ def zeros_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.ones_like.default, aten.full_like.default, aten.rand_like.default, aten.randn_like.default)
 def plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """PLAIN tensors of the appearance dtype."""
+    """Return PLAIN tensors of the appearance dtype."""
     q = args[0]
     return func(torch.empty(q.shape, dtype=q.dtype, device=q.device), *args[1:], **kwargs)
 
@@ -249,7 +250,7 @@ def plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.zero_.default)
 def zero_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every value becomes exactly 0."""
+    """Set every value to exactly 0."""
     q = args[0]
     write(q, torch.zeros(q.shape, dtype=q.dtype, device=q.device))
     return q
@@ -276,7 +277,7 @@ _FOREACH = {
 
 
 def overloads(table: Mapping[str, tuple[str, ...]]) -> list[Any]:
-    """The aten overloads of a table: name of the op -> names of overloads."""
+    """Return the aten overloads of a table: name of the op -> names of overloads."""
     return [getattr(getattr(aten, base), name) for base, names in table.items() for name in names]
 
 
@@ -285,14 +286,14 @@ _LERP = {aten.lerp_.Scalar, aten.lerp_.Tensor, aten._foreach_lerp_.Scalar}
 
 
 def _start(q: QuantizedTensor) -> Tensor:
-    """What an update computes on: a copy of the preserved initial value, or else the dequantized values."""
+    """Return what an update computes on: a copy of the preserved initial value, or else the dequantized values."""
     value = initial_value(q)
     return decode(q) if value is None else value.reshape(q.shape).clone()
 
 
 @implements(*overloads(_IN_PLACE))
 def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """q.op_(...): compute on the dequantized values, then quantize.
+    """Do q.op_(...): compute on the dequantized values, then quantize.
 
     These have the appearance dtype, so that random fills draw what a plain tensor would. A preserved initial value
     takes their place. A plain tensor in front (`plain.add_(q)`) is updated with the dequantized values of q.
@@ -320,7 +321,7 @@ def requantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(*overloads(_FOREACH))
 def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The _foreach_ twins: quantized members requantize, plain ones are updated as usual.
+    """Do the _foreach_ twins: quantized members requantize, plain ones are updated as usual.
 
     torch counts the writes of other in-place operations itself, but leaves counting those of a list to the handler:
     of all members, plain ones too.
@@ -340,13 +341,14 @@ def requantize_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if isinstance(q, QuantizedTensor):
             with armed(generator):
                 write(q, value)
+    # torch does not count writes of lists, not even those of plain members
     count_writes(args[0])
     lost_updates.tell(looked)
 
 
 @implements(aten._foreach_copy_.default)
 def copy_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """`copy_` of each pair, which keeps the bytes of equal recipes."""
+    """Do `copy_` of each pair, which keeps the bytes of equal recipes."""
     for target, source in zip(args[0], args[1], strict=True):
         target.copy_(source, *args[2:], **kwargs)
     count_writes(args[0])

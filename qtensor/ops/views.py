@@ -28,20 +28,20 @@ aten = torch.ops.aten
 
 
 def _fill_in(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
-    """All arguments of an op, with `defaults` for the trailing ones that the caller left out."""
+    """Return all arguments of an op, with `defaults` for the trailing ones that the caller left out."""
     return (*args, *defaults[len(args) :])
 
 
 @implements(aten.detach.default, aten.alias.default)
 def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same bytes in a new wrapper."""
+    """Return the same bytes in a new wrapper."""
     q = args[0]
     return carry_note(q, q._alias(q._lens, q.shape))
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same elements in the same order: regrouped where rows stay rows, else seen in another shape (for FSDP)."""
+    """Return the same elements in the same order: rows regrouped, or else seen in another shape (for FSDP)."""
     q, own = args[0], args[0].shape
     lens = q._lens
     if tuple(args[1]) == own or (shape := _resolve(args[1], q.numel())) == own:
@@ -53,6 +53,7 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if shape == described:
         return q._alias(lens.seen_as(None), torch.Size(shape))
+    # only whole rows can be regrouped: their blocks and scales lie along K
     regroups = len(shape) > 1 and shape[-1] == described[-1] and lens == OWN and q._sharding == AT_REST
     if regroups and row_multiple(q.recipe) > 1 and shape[-2:] != described[-2:]:
         # no block may span two matrices, before or after
@@ -64,7 +65,7 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """`shape` with its -1 filled in. Raises RuntimeError, as torch does, where it does not hold `numel` elements."""
+    """Return `shape` with its -1 filled in; raise RuntimeError, as torch does, if it does not hold `numel` elements."""
     known = math.prod(size for size in shape if size != -1)
     full = tuple(numel // max(known, 1) if size == -1 else size for size in shape)
     if math.prod(full) != numel or list(shape).count(-1) > 1:
@@ -74,7 +75,7 @@ def _resolve(shape: Sequence[int], numel: int) -> tuple[int, ...]:
 
 @implements(aten.slice.Tensor)
 def slice_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """q[a:b] along any dim, step 1. Along K the cut must fall on block boundaries."""
+    """Return q[a:b] along any dim, step 1. Along K the cut must fall on block boundaries."""
     q, dim, start, end, step = _fill_in(args, None, 0, None, None, 1)
     dim %= q.ndim
     start, end, _ = slice(start, end).indices(q.shape[dim])
@@ -87,9 +88,10 @@ def slice_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.split.Tensor)
 def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pieces of `size` along a dim, the last may be shorter. fully_shard and distribute_tensor cut shards this way."""
+    """Cut pieces of `size` along a dim, the last may be shorter: so fully_shard and distribute_tensor cut shards."""
     q, size, dim = _fill_in(args, None, None, 0)
     refuse_resharding_to_a_smaller_mesh(q, size)
+    # fully_shard moves parameters before it cuts them, and would lose that this one was frozen
     freeze_noted(q)
     total = q.shape[dim]
     return [cut(q, dim % q.ndim, start, min(start + size, total)) for start in range(0, max(total, 1), max(size, 1))]
@@ -97,7 +99,7 @@ def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.split_with_sizes.default)
 def split_with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pieces of the given sizes along a dim."""
+    """Cut pieces of the given sizes along a dim."""
     q, sizes, dim = _fill_in(args, None, None, 0)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [cut(q, dim % q.ndim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
@@ -105,7 +107,7 @@ def split_with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @implements(aten.select.int)
 def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One matrix of a stack: q[e] for q [E, N, K] (an expert's weight)."""
+    """Return one matrix of a stack: q[e] for q [E, N, K] (an expert's weight)."""
     q, dim, index = args
     if dim % q.ndim != 0 or q.ndim < 2:
         raise NotImplementedError(
@@ -117,24 +119,27 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     piece, wide = cut(q, 0, index, index + 1), tensor_wide(q.recipe)
     own = contents_of(piece)
     parts = {spec.name: own[spec.name][0] if spec.per_row else own[spec.name] for spec in contents_specs(q)}
-    if wide is not None and piece._sharding.shards is not None:  # all of a gathered stack of one
+    # all of a gathered stack of one
+    if wide is not None and piece._sharding.shards is not None:
         parts[wide], _ = _cut_vector(parts[wide], piece._sharding.shards, 0, 1)
-    return q._like(parts, lens=piece._lens)  # q may itself be a view, whose writes reach others, or nothing
+    # q may itself be a view, whose writes reach others, or nothing
+    return q._like(parts, lens=piece._lens)
 
 
 @implements(aten.unbind.int)
 def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All matrices of a stack, which iterating over it gives."""
+    """Return all matrices of a stack, which iterating over it gives."""
     q, dim = _fill_in(args, None, 0)
     return [select(func, (q, dim, index), {}) for index in range(q.shape[dim])]
 
 
 @implements(aten.as_strided.default)
 def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first rows of a gathered weight. FSDP crops its padding this way."""
+    """Return the first rows of a gathered weight. FSDP crops its padding this way."""
     q, size, stride, offset = _fill_in(args, None, None, None, None)
     size = tuple(size)
-    plain = tuple(stride) == q.stride() and not offset  # contiguous, whatever the number of rows
+    # contiguous, whatever the number of rows
+    plain = tuple(stride) == q.stride() and not offset
     if not plain or size[1:] != tuple(q.shape[1:]) or size[0] > q.shape[0]:
         raise NotImplementedError(
             f"as_strided of {describe(q.shape, q.recipe)} to size {size}, stride {tuple(stride)}: only its first rows "
@@ -174,12 +179,12 @@ class _Range:
         return self.dim == 0 and self.start == 0
 
     def splits(self, multiple: int) -> bool:
-        """Whether it begins or ends inside a group of `multiple` elements."""
+        """Return whether it begins or ends inside a group of `multiple` elements."""
         return bool(self.start % multiple or (self.end % multiple and self.end != self.shape[self.dim]))
 
 
 def cut(q: QuantizedTensor, dim: int, start: int, end: int, *, severed: bool = False) -> QuantizedTensor:
-    """q[start:end] along `dim`, as a tensor of the same class; with `severed`, a cut of some columns refuses writes.
+    """Return q[start:end] along `dim`, of the same class; with `severed`, a cut of some columns refuses writes.
 
     Raises:
         NotImplementedError: q is a reshaped view, or a single row with a single scale.
@@ -221,11 +226,12 @@ def _check_cut(q: QuantizedTensor, piece: _Range) -> None:
 
 
 def _reach(piece: _Range, multiple: int, *, allocated: bool, severed: bool) -> Reach:
-    """What a write into the piece may change; `allocated`: FSDP allocated the tensor, its first rows are the shard."""
+    """Return what a write into the piece may change; `allocated`: by FSDP, whose shard is its first rows."""
     if piece.along_k:
         return Reach.NOTHING if severed and not piece.whole else Reach.ALL
     if piece.whole or (allocated and piece.leads):
         return Reach.ALL
+    # rows that end inside a square block share its scale with rows outside of the piece
     between_blocks = piece.dim != len(piece.shape) - 2 or not piece.splits(multiple)
     return Reach.ROWS if between_blocks else Reach.BROKEN_BLOCKS
 
@@ -233,6 +239,7 @@ def _reach(piece: _Range, multiple: int, *, allocated: bool, severed: bool) -> R
 def _cut_part(part: Tensor, spec: PartSpec, piece: _Range) -> Tensor:
     if not piece.along_k:
         return part.narrow(piece.dim, piece.start, piece.end - piece.start) if spec.per_row else part
+    # one scale stands for all columns of its row, so each piece along K takes it whole
     if not spec.extends_along(piece.dim, len(piece.shape)):
         # a cut along K owns its parts: with a shared row scale, a write to it would change its siblings
         return part if piece.whole else part.clone()
@@ -242,9 +249,9 @@ def _cut_part(part: Tensor, spec: PartSpec, piece: _Range) -> Tensor:
 
 
 def _cut_vector(vector: Tensor, shards: ShardRows, start: int, end: int) -> tuple[Tensor, ShardRows | None]:
-    """The tensor-wide values of rows start:end of a gathered weight.
+    """Return the tensor-wide values of rows start:end of a gathered weight.
 
-    One value, [], where all rows come from one shard or there are no rows; else the whole vector and the rows' places.
+    One value, [], if all rows come from one shard or there are no rows; else the whole vector and the rows' places.
     """
     first, last = (start + shards.offset) // shards.rows, (max(end - 1, start) + shards.offset) // shards.rows
     if first == last:

@@ -44,7 +44,8 @@ def write_each(
             write(shards[number], values[number], *decide(values[number], recipe, cut, agreed[number]), step=True)
             continue
         stacked = torch.stack([values[number] for number in numbers])
-        known = [one for number in numbers if (one := agreed[number]) is not None]  # of all of them, or of none
+        # of all of them, or of none
+        known = [one for number in numbers if (one := agreed[number]) is not None]
         amaxes, blocks = decide(stacked, recipe, cut, torch.stack(known)) if known else (None, None)
         if kernels.shares_amax(recipe):
             amaxes = _each_amax(stacked, recipe, amaxes)
@@ -58,7 +59,7 @@ def write_each(
 def claims_of(
     shards: Sequence[QuantizedTensor], values: Sequence[Tensor], cuts: Sequence[CutBlocks | None]
 ) -> list[Tensor]:
-    """claim_of(value, shard.recipe, cut) for each; every shard must have scales in common with others."""
+    """Return claim_of(value, shard.recipe, cut) for each; every shard must have scales in common with others."""
     found: dict[int, Tensor] = {}
     for numbers in _batches(shards, values, cuts):
         recipe, cut = shards[numbers[0]].recipe, cuts[numbers[0]]
@@ -78,7 +79,7 @@ def claims_of(
 
 
 def _each_amax(stacked: Tensor, recipe: Recipe, agreed: Tensor | None) -> Tensor:
-    """[n, N, 1]: the amax that decides each row's scale: of `agreed` [n, shared scales], or else the values' own."""
+    """Return [n, N, 1]: the amax that decides each row's scale, `agreed` ([n, shared scales]) or the values' own."""
     n, rows, _ = stacked.shape
     if agreed is not None:
         return agreed.unsqueeze(-1).expand(n, rows, 1)
@@ -89,14 +90,16 @@ def _each_amax(stacked: Tensor, recipe: Recipe, agreed: Tensor | None) -> Tensor
 def _batches(
     shards: Sequence[QuantizedTensor], values: Sequence[Tensor], apart: Sequence[Hashable]
 ) -> Iterator[list[int]]:
-    """The numbers of the weights in each batch: small ones of one recipe, shape, dtype and device; else a single one.
+    """Yield the numbers of each batch: small weights of one recipe, shape, dtype and device; else a single one.
 
     Weights of different `apart` come in different batches: under tensor parallelism one weight may be cut along its
     scales while another of the same shape is not.
     """
+    # one list for each kind, so that a batch is one tensor
     kinds: dict[object, list[int]] = {}
     single = []
-    recipes: dict[int, Recipe] = {}  # by id: one object for all that are equal, which takes longer to ask
+    # by id: one object for all that are equal, which takes longer to ask
+    recipes: dict[int, Recipe] = {}
     same: dict[Recipe, Recipe] = {}
     with without_torch_function():  # which each read of an attribute would go through
         for number, (shard, value) in enumerate(zip(shards, values, strict=True)):
@@ -116,7 +119,7 @@ def _batches(
 
 
 def _is_plain(shard: QuantizedTensor) -> bool:
-    """Whether it is a weight [N, K] of its own, where a write only has to replace the bytes."""
+    """Return whether it is a weight [N, K] of its own, where a write only has to replace the bytes."""
     return (
         shard.ndim == 2
         and shard._lens == OWN

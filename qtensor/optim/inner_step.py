@@ -53,7 +53,7 @@ class Room:
 
     @staticmethod
     def elements_of(tensor: Tensor) -> int:
-        """How many elements a tensor takes up, in whole cache lines."""
+        """Return how many elements a tensor takes up, in whole cache lines."""
         return -(-tensor.numel() // 16) * 16
 
     def clear(self) -> None:
@@ -61,7 +61,7 @@ class Room:
         self._used = 0
 
     def copy(self, source: Tensor) -> Tensor:
-        """Memory that `fill` makes an fp32 copy in."""
+        """Return memory that `fill` makes an fp32 copy in."""
         target = self.take(source)
         self._due.append((target, source))
         return target
@@ -72,7 +72,7 @@ class Room:
         self._due = []
 
     def take(self, like: Tensor) -> Tensor:
-        """Uninitialised fp32 of the shape and on the device of `like`."""
+        """Return uninitialised fp32 of the shape and on the device of `like`."""
         if self._memory is None:
             self._memory = torch.empty(self._elements, dtype=torch.float32, device=like.device)
         if like.device != self._memory.device:
@@ -91,12 +91,12 @@ class _ParamChunk(NamedTuple):
 def step_masters(
     inner: torch.optim.Optimizer, params: list[Tensor], masters: Mapping[Tensor, Tensor], groups: Mapping[Tensor, int]
 ) -> None:
-    """inner.step(), on one chunk of parameters after the other where that makes no difference.
+    """Do inner.step(), on one chunk of parameters after the other if that makes no difference.
 
     Args:
         inner: the optimizer of the masters.
         params: the parameters that have gradients; the others are left as they are.
-        masters: parameter -> its master; itself where it is in fp32.
+        masters: parameter -> its master; itself if it is in fp32.
         groups: parameter -> the number of its group.
     """
     apart = type(inner) in APART
@@ -110,6 +110,7 @@ def step_masters(
         for chunk, _ in chunks:
             try:
                 lend_gradients(chunk, masters, room)
+                # parameters in fp32 are their own masters and keep their gradients: they must not step in each chunk
                 if len(chunks) > 1:
                     for group in inner.param_groups:
                         group["params"] = []
@@ -118,13 +119,14 @@ def step_masters(
                 inner.step()
             finally:
                 _take_gradients(chunk, masters)
+    # also after an error, so that the optimizer can be saved as it is
     finally:
         for group, own in zip(inner.param_groups, everything, strict=True):
             group["params"] = own
 
 
 def _chunks(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[_ParamChunk]:
-    """The parameters in runs of some elements, or of a single one that has more; `masters`: the local ones."""
+    """Yield the parameters in runs of some elements, or of a single one that has more; `masters`: the local ones."""
     chunk: list[Tensor] = []
     elements = 0
     for param, master in zip(params, masters, strict=True):
@@ -136,7 +138,7 @@ def _chunks(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[_Pa
         elements += count
     yield _ParamChunk(
         chunk, elements
-    )  # an empty one where there are no parameters: the inner optimizer steps all the same
+    )  # an empty one if there are no parameters: the inner optimizer steps all the same
 
 
 def lend_gradients(params: Sequence[Tensor], masters: Mapping[Tensor, Tensor], room: Room | None) -> None:
@@ -156,12 +158,13 @@ def lend_gradients(params: Sequence[Tensor], masters: Mapping[Tensor, Tensor], r
 def _take_gradients(params: Sequence[Tensor], masters: Mapping[Tensor, Tensor]) -> None:
     for param in params:
         master = masters[param]
+        # gradients belong to the parameters; on the masters they would keep memory, and step twice
         if master is not param:
             master.grad = None
 
 
 def in_fp32(grad: Tensor, master: Tensor, room: Room | None) -> Tensor:
-    """A gradient in its master's dtype: itself if it has that, else a copy; in a room, there once that is filled."""
+    """Return a gradient in its master's dtype: itself if it has that, else a copy (in a room, once that is filled)."""
     if grad.dtype == master.dtype:
         return grad
     if not isinstance(grad, DTensor):

@@ -25,7 +25,7 @@ MASTER = "master_weight"
 
 
 def saved_states(params: Sequence[Tensor], state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """The saved state of each parameter that has one, by the order of the parameters in all groups."""
+    """Return the saved state of each parameter that has one, by the order of the parameters in all groups."""
     ids = [index for group in state_dict["param_groups"] for index in group["params"]]
     states = state_dict["state"]
     return {
@@ -36,8 +36,9 @@ def saved_states(params: Sequence[Tensor], state_dict: Mapping[str, Any]) -> dic
 
 
 def check_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Raise ValueError where a saved state lacks the master that its parameter needs, or has one that does not fit."""
+    """Raise ValueError if a saved state lacks the master that its parameter needs, or has one that does not fit."""
     for number, (param, values) in enumerate(saved.items()):
+        # a parameter in fp32 is its own master, which state dicts do not name
         if masters[param] is param:
             continue
         found = values.get(MASTER)
@@ -71,7 +72,7 @@ def load_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mappin
 
 
 def for_inner(groups: Sequence[dict[str, Any]], saved: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, Any]:
-    """The state dict that the inner optimizer loads: the saved states without their masters, the groups' options."""
+    """Return the state dict that the inner optimizer loads: saved states without masters, the groups' options."""
     states: dict[int, dict[str, Any]] = {}
     numbered = []
     number = 0  # torch counts the parameters of all groups
@@ -112,18 +113,18 @@ def publish(
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
+    """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def names_of(group: Mapping[str, Any], number: int) -> list[tuple[str, Tensor]]:
-    """(name, parameter) of a group; parameters given without names are named after the group's number."""
+    """Return (name, parameter) of a group; parameters given without names are named after the group's number."""
     names = group.get("param_names") or [f"group {number}"] * len(group["params"])
     return list(zip(names, group["params"], strict=True))
 
 
 def _uncopied(found: Tensor, master: Tensor) -> str | None:
-    """Why torch could not copy a saved master into one of its shape; None where it can."""
+    """Return why torch could not copy a saved master into one of its shape; None if it can."""
     if found.is_meta or found.layout is not torch.strided:
         return "has no values to copy (it is on the meta device, or sparse); load it into memory first"
     if isinstance(found, DTensor) != isinstance(master, DTensor):

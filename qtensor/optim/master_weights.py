@@ -4,12 +4,12 @@
             -> amax of each master shard -> one all-reduce for all tensor-wide scales of the model
             -> requantize every shard in place -> digest of what was written (see masters.py)
 
-A master is the shard in fp32, and a DTensor where the parameter is one; parameters in fp32 are their own masters. The
+A master is the shard in fp32, and a DTensor if the parameter is one; parameters in fp32 are their own masters. The
 bytes of a parameter depend only on its full master and the recipe (and on its history, with delayed scaling). So they
 are the same for every world size, and a step that moves no master moves no byte:
 
     bytes == quantize(master)                     once a step has written the parameter
-    master == dequantize(bytes), still "fresh"    before that, where the master was made from the bytes (quantizing
+    master == dequantize(bytes), still "fresh"    before that, if the master was made from the bytes (quantizing
                                                   again could choose other codes for the same values, so a fresh
                                                   parameter is written only when some shard's master moved)
 
@@ -56,14 +56,14 @@ from qtensor.tensor.quantized_tensor import QuantizedTensor
 class MasterWeightOptimizer(torch.optim.Optimizer):
     """An optimizer with fp32 master weights for quantized (and other low-precision) parameters.
 
-    Building it is a collective where parameters are sharded (shards that share scales agree on these first, see
+    Building it is a collective if parameters are sharded (shards that share scales agree on these first, see
     `fsdp_hooks.sync_scales`); `step` is a collective, too.
 
     Args:
         optimizer_cls: the optimizer that updates the masters, such as torch.optim.AdamW.
         params: parameters or parameter groups, as for any torch optimizer; DTensors after fully_shard. Parameters
             given with names (`model.named_parameters()`) are matched across ranks by name; others by group, shape,
-            dtype, recipe and placements, and by their order where all of these are equal.
+            dtype, recipe and placements, and by their order if all of these are equal.
         check_replicas: each step compares what replicas (HSDP, DDP) hold as it begins, in its one all-reduce; a flipped
             bit in one of them is an error on all ranks that names the parameter and the rank. All ranks of the default
             group must hold the same parameters; those that are no DTensors count as replicated over all of them.
@@ -72,7 +72,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: a parameter is on the meta device; one shares its scale (`share_scales`) with another that is frozen
             or not among the parameters.
-        RuntimeError: on all ranks of a group, where they do not list the same parameters.
+        RuntimeError: on all ranks of a group, if they do not list the same parameters.
         NotImplementedError: the optimizer is torch.optim.Adafactor and a parameter is sharded, which torch cannot step
             without masters either.
 
@@ -100,7 +100,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._group: dict[Tensor, int] = {}  # the number of each parameter's group
         self._labels: dict[Tensor, str] = {}  # by which ranks tell parameters apart
         self._fresh: set[Tensor] = set()
-        self._written: dict[Tensor, Tensor] = {}  # digests of what low-precision parameters held after our last write
+        # digests of what low-precision parameters held after our last write
+        self._written: dict[Tensor, Tensor] = {}
         super().__init__(params, {})
         self._check_trainable(optimizer_cls, self._named())
         self._sync(0)
@@ -124,10 +125,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; a collective where any parameter is sharded."""
+        """Add a group of parameters; a collective if any parameter is sharded."""
         if self._inner is not None:
             given = param_group["params"]
-            if not isinstance(given, Tensor | set):  # torch itself refuses a set, since it has no order
+            # torch itself refuses a set, since it has no order
+            if not isinstance(given, Tensor | set):
                 given = list(given)  # may be a generator
             named = [given] if isinstance(given, Tensor) else given
             pairs = [one if isinstance(one, tuple) else (f"group {len(self.param_groups)}", one) for one in named]
@@ -152,10 +154,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: `param_groups` hold other parameters than those it was built with; nothing has been written.
                 On all ranks, replicas differ (`check_replicas`).
-                Also, on all ranks of a group, where the ranks do not list the same parameters or the inner optimizer
+                Also, on all ranks of a group, if the ranks do not list the same parameters or the inner optimizer
                 failed on one of them. No quantized parameter has been written then, but masters may have moved and
                 other parameters may have been written, so load a checkpoint.
         """
+        # before the closure: a step that cannot be finished should not begin with a forward
         self._refuse_exchanged()
         loss = None
         if closure is not None:
@@ -165,7 +168,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return loss
 
     def __getattr__(self, name: str) -> Any:
-        """`train` and `eval` where the inner optimizer has modes (see optimizer_modes.py), and clear errors.
+        """Return `train` and `eval` if the inner optimizer has modes (see optimizer_modes.py); raise clear errors else.
 
         Both are collectives as `step` is; quantized weights follow the masters.
         """
@@ -181,7 +184,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _step_masters(self, inner: torch.optim.Optimizer) -> list[Tensor]:
         """Step the inner optimizer; returns the parameters that took part."""
-        with without_torch_function():  # otherwise reading an attribute of a subclass goes through it
+        # otherwise reading an attribute of a subclass goes through it
+        with without_torch_function():
             # a frozen parameter may still have a gradient, which is ignored
             stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
         step_masters(inner, stepped, self._masters, self._group)
@@ -194,18 +198,22 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         try:
             if replicas is not None:
                 replicas.look()
+            # a checkpoint that was loaded since the last step wins over the masters of before
             self._follow_outside_writes()
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 inner.update(master_states.options_of(group))
             moved = move(self._inner)
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-                group.update(master_states.options_of(inner))  # some optimizers keep state in their groups
+                # some optimizers keep state in their groups
+                group.update(master_states.options_of(inner))
             trained, dense, plain = self._collect_writes(set(moved), frozen=frozen)
             copy_many([(shard, master) for _, shard, master in plain])
         except Exception:
-            with contextlib.suppress(Exception):  # the error that led here is the one to report
+            # the error that led here is the one to report
+            with contextlib.suppress(Exception):
                 tell(*self._collect_writes(set(), frozen=frozen)[:2], self._labels, replicas)
             raise
+        # behind all that may fail on one rank: no quantized byte is written before all ranks have come here
         outcome = agree(trained, dense, self._labels, replicas)
         written = self._requantize(trained, outcome) | {param for param, _, _ in plain}
         count_writes(written)
@@ -213,10 +221,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._written.update(digests_of([param for param in low if param in written or param not in self._written]))
         self._publish_state(moved)
         if replicas is not None:
-            replicas.warn_of_none()  # now that all ranks are known to step the same parameters
+            # now that all ranks are known to step the same parameters
+            replicas.warn_of_none()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of any optimizer, with masters in it."""
+        """Return the state dict of any optimizer, with masters in it."""
         master_states.forget_looks(self.state, self._masters)
         return super().state_dict()
 
@@ -244,7 +253,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._publish_state(saved)
 
     def _check_trainable(self, kind: type[torch.optim.Optimizer], named: Iterable[tuple[str, Any]]) -> None:
-        """`check_trainable`, and an error on this rank alone reaches those that go on to `_sync`."""
+        """Do `check_trainable`; an error on this rank alone reaches those that go on to `_sync`."""
         tensors = [(name, param) for name, param in named if isinstance(param, Tensor)]
         with self._tell_errors(tensors):
             check_trainable(kind, [param for _, param in tensors])
@@ -253,7 +262,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _tell_errors(self, named: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
-        """An error in this block reaches the ranks that go on to `_sync` of these parameters."""
+        """Tell an error in this block to the ranks that go on to `_sync` of these parameters."""
         try:
             yield
         except Exception:
@@ -261,7 +270,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             raise
 
     def _refuse_exchanged(self) -> None:
-        """Parameters that others put into the groups have no masters: a step would pass them over in silence."""
+        """Raise if others put parameters into the groups: these have no masters, and a step would pass them over."""
         given = [param for group in self.param_groups for param in group["params"]]
         if len(given) != len(self._masters) or any(a is not b for a, b in zip(self._masters, given, strict=True)):
             raise RuntimeError(
@@ -271,7 +280,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             )
 
     def _master_group(self, number: int) -> dict[str, Any]:
-        """The group of this number over masters."""
+        """Return the group of this number over masters."""
         group = self.param_groups[number]
         for param in group["params"]:
             self._masters[param] = master_of(param)
@@ -301,7 +310,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         agree_on_scales("MasterWeightOptimizer", named, self._meeting(named))
 
     def _meeting(self, named: Sequence[tuple[str, Tensor]]) -> list[dist.ProcessGroup]:
-        """The groups that cut these parameters or those the optimizer holds already; all ranks if replicas compare."""
+        """Return the groups that cut these parameters or those held already; all ranks if replicas compare."""
         labels = self._labels | {param: label_of(name, param) for name, param in named}
         everybody = Replicas(named).everybody if self._check_replicas else []
         return list(dict.fromkeys([*meeting_of(list(labels.values()), cuts_of(list(labels))), *everybody]))
@@ -309,7 +318,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _collect_writes(
         self, with_grad: set[Tensor], *, frozen: bool
     ) -> tuple[list[Trained], list[tuple[str, Tensor, SharedScales]], list[tuple[Tensor, Tensor, Tensor]]]:
-        """What a step writes: quantized; storage="high_precision"; plain (parameter, shard, local master).
+        """Return what a step writes: quantized; storage="high_precision"; plain (parameter, shard, local master).
 
         With `frozen`, whatever took part in a step once: ranks list the same, though masters may move on one of them.
         """
@@ -321,6 +330,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             for (param, master), (shard, own) in zip(self._masters.items(), held, strict=True):
                 listed = param.requires_grad or (frozen and bool(self.state.get(param)))
                 if isinstance(shard, QuantizedTensor):
+                    # also one without a gradient: another rank may have one for its shard
                     if listed or param in with_grad:
                         facts = param in with_grad, param in self._fresh
                         trained.append(Trained(self._labels[param], param, shard, own, *facts))
@@ -332,7 +342,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return trained, dense, plain
 
     def _named(self, first: int = 0) -> list[tuple[str, Tensor]]:
-        """(name, parameter) of the groups from this number on."""
+        """Return (name, parameter) of the groups from this number on."""
         groups = list(enumerate(self.param_groups))[first:]
         return [pair for number, group in groups for pair in master_states.names_of(group, number)]
 

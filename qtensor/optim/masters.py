@@ -2,7 +2,7 @@
 
 Others than the optimizer can write a parameter: a checkpoint is loaded after the optimizer was built, or a weight is
 copied in by hand. Its master is stale then, and the next step would silently undo that write. So the optimizer keeps a
-digest of the bytes it wrote; where a parameter's bytes have changed since, its master starts anew from them. Only the
+digest of the bytes it wrote; if a parameter's bytes have changed since, its master starts anew from them. Only the
 bytes can tell: version counters miss writes through aliases, such as those of a state dict, and FSDP moves uneven
 shards to new storage without writing them.
 """
@@ -28,7 +28,7 @@ LISTED = {Tensor, nn.Parameter, HighPrecisionWeight}  # classes that are copied 
 
 
 def check_trainable(kind: type[torch.optim.Optimizer], params: Iterable[object]) -> None:
-    """Raise where an optimizer of this kind cannot step masters of these parameters; torch refuses non-tensors itself.
+    """Raise if an optimizer of this kind cannot step masters of these parameters; torch refuses non-tensors itself.
 
     Raises:
         ValueError: a parameter is on the meta device.
@@ -52,7 +52,7 @@ def check_trainable(kind: type[torch.optim.Optimizer], params: Iterable[object])
 
 
 def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
-    """The parameters whose bytes no longer match their recorded digests; one host sync for all of them.
+    """Return the parameters whose bytes no longer match their recorded digests; one host sync for all of them.
 
     Where such a write left the preserved initial value as it was (a write into the parts), that value is forgotten,
     since it belongs to other bytes.
@@ -65,6 +65,7 @@ def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
         if bytes_kept:
             continue
         shard = local_of(param)
+        # whoever wrote into the parts alone left an initial value behind that is not theirs
         if init_kept and isinstance(shard, QuantizedTensor):
             preserve(shard, None)
         changed.append(param)
@@ -74,13 +75,13 @@ def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
 
 
 def digests_of(params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """For each parameter int64 [2]: digests of its bytes on this rank, and of its preserved initial value (0: none)."""
+    """Return for each parameter int64 [2]: digests of its bytes here, and of its preserved initial value (0: none)."""
     return dict(zip(params, _table(params).unbind(), strict=True)) if params else {}
 
 
 @torch.no_grad()
 def _table(params: Iterable[Tensor]) -> Tensor:
-    """int64 [params, 2]."""
+    """Return the digests of `digests_of` as one tensor, int64 [params, 2]."""
     shards = locals_of(params)
     inits = {
         number: value
@@ -97,14 +98,14 @@ def _table(params: Iterable[Tensor]) -> Tensor:
 
 
 def bytes_of(shard: Tensor) -> list[Tensor]:
-    """The tensors whose bytes a parameter's local tensor holds."""
+    """Return the tensors whose bytes a parameter's local tensor holds."""
     if isinstance(shard, QuantizedTensor):
         return list(shard.parts().values())
     return [shard.dense if isinstance(shard, HighPrecisionWeight) else shard]
 
 
 def _bytes_of_each(shards: Sequence[Tensor]) -> list[list[Tensor]]:
-    """`bytes_of` each, where many have one recipe, whose parts take longer to look up than to read."""
+    """Return `bytes_of` each; many have one recipe, whose parts take longer to look up than to read."""
     names: dict[int, list[str]] = {}
     found = []
     for shard in shards:
@@ -119,7 +120,8 @@ def _bytes_of_each(shards: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def master_of(param: Tensor) -> Tensor:
-    """fp32 master of a parameter: the parameter itself if it stores fp32, else a new tensor filled by `refill`."""
+    """Return the fp32 master of a parameter: itself if it stores fp32, else a new tensor filled by `refill`."""
+    # a second fp32 copy would cost memory, and could only differ by mistake
     if not isinstance(local_of(param), QuantizedTensor) and param.dtype == torch.float32:
         return param
     with torch.no_grad():
@@ -134,16 +136,18 @@ def refill(master: Tensor, param: Tensor) -> None:
     local, target = local_of(param), local_of(master)
     if isinstance(local, QuantizedTensor):
         target.copy_(values_of(local, torch.float32))
-        target.add_(0.0)  # no -0.0: adding an update of 0 would turn it into +0.0, which has another code
+        # no -0.0: adding an update of 0 would turn it into +0.0, which has another code
+        target.add_(0.0)
     else:
         target.copy_(local)  # bit for bit: a step that adds nothing writes it back
 
 
 def copy_many(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """target.copy_(source) of many tensors, in one call for each pair of dtypes: a GPU is slow to begin each."""
+    """Do target.copy_(source) for many tensors, by one call for each pair of dtypes: a GPU is slow to begin each."""
     alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for target, source in pairs:
-        if not {type(target), type(source)} <= LISTED:  # a class of another library may know no lists
+        # a class of another library may know no lists
+        if not {type(target), type(source)} <= LISTED:
             target.copy_(source)
             continue
         alike.setdefault((target.dtype, source.dtype), []).append((target, source))
@@ -152,7 +156,7 @@ def copy_many(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def copy_rows(targets: Sequence[Tensor], source: Tensor) -> None:
-    """target.copy_(row) for each row of `source` [n, ..], all of one shape and dtype."""
+    """Do target.copy_(row) for each row of `source` [n, ..], all of one shape and dtype."""
     if source.device.type in BY_ROW:
         torch.unbind_copy(source, out=list(targets))
     elif source.itemsize == 1:  # as bytes: some devices copy no lists of float8

@@ -34,7 +34,7 @@ def switch(inner: torch.optim.Optimizer, mode: str, masters: Mapping[Tensor, Ten
 
 
 def missing_attribute(inner: object, name: str) -> AttributeError:
-    """For a name that MasterWeightOptimizer does not have."""
+    """Return the error for a name that MasterWeightOptimizer does not have."""
     own = f"'MasterWeightOptimizer' object has no attribute {name!r}"
     if inner is None or name.startswith("_") or not hasattr(inner, name):
         return AttributeError(own)

@@ -10,7 +10,7 @@ a step exchanges anyway:
 A kind is all parameters that are cut alike; one digest for all of them. The rows are reduced over all ranks, and so are
 claims on scales whose mesh has no other dims than the one that cuts and those that replicate (HSDP): their maxima over
 all replicas are those of each. So there is one all-reduce, as without the comparison. What is compared is the memory as
-the step begins, before anything is written. Names are looked up only where the digests differ.
+the step begins, before anything is written. Names are looked up only if the digests differ.
 """
 
 import math
@@ -50,7 +50,7 @@ class Replicas:
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        # all ranks take part where anything is compared, also one that holds no replica of what another holds
+        # all ranks take part if anything is compared, also one that holds no replica of what another holds
         self.everybody = [_everybody()] if named and ranks_of(None) > 1 else []
         found: dict[tuple[object, int, int], list[tuple[str, Tensor]]] = {}
         for name, param in named:
@@ -62,10 +62,11 @@ class Replicas:
             if shards < ranks_of(None)  # else each rank has a shard of its own
         ]
         self.values: list[Tensor] = []
-        self._found = torch.zeros(0, dtype=torch.int64, device="cpu")  # digests of the parameters, kind by kind
+        # digests of the parameters, kind by kind
+        self._found = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def warn_of_none(self) -> None:
-        """Warn where several ranks were to be compared, and each holds a shard of its own."""
+        """Warn if several ranks were to be compared, and each holds a shard of its own."""
         if self.everybody and not self._kinds:
             warnings.warn(
                 "MasterWeightOptimizer(check_replicas=True): no two ranks hold the same shard, so there are no "
@@ -95,6 +96,7 @@ class Replicas:
         pieces = ((found[:, None] >> shifts) & 0xFFFF).to(torch.float32)  # [kinds, PIECES]
         self.values = []
         for kind, row in zip(self._kinds, torch.cat([pieces, -pieces], dim=1), strict=True):
+            # -inf leaves each row to the replicas of that shard
             table = row.new_full((kind.shards, 2 * PIECES), -torch.inf)
             table[kind.own] = row
             self.values.append(table.view(-1))
@@ -106,18 +108,19 @@ class Replicas:
             RuntimeError: on all ranks, replicas differ; it names the first parameter and the ranks.
         """
         tables = [value.view(-1, 2, PIECES) for value in reduced]
+        # one host sync for all kinds; names are looked up only if something differs
         if tables and not torch.stack([(table[:, 0] == -table[:, 1]).all() for table in tables]).all():
             raise RuntimeError(self._describe_difference())
 
     def cuts_of(self, params: Sequence[Tensor]) -> list[list[tuple[int, dist.ProcessGroup]]]:
-        """`scale_sync.cuts_of`, over all ranks where that gives the same maxima."""
+        """Return `scale_sync.cuts_of`, over all ranks if that gives the same maxima."""
         return [
             [(dim, _everybody() if self._kinds and _cut_once(param) else group) for dim, group in cuts]
             for param, cuts in zip(params, cuts_of(params), strict=True)
         ]
 
     def _describe_difference(self) -> str:
-        """What differs, found by comparing the digests of all parameters; a collective."""
+        """Return what differs, found by comparing the digests of all parameters; a collective."""
         named = [(label, kind.own) for kind in self._kinds for label, _ in kind.params]
         own = [(label, shard, value) for (label, shard), value in zip(named, self._found.tolist(), strict=True)]
         everywhere: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks_of(None))]
@@ -136,7 +139,7 @@ class Replicas:
 
 
 def _name_ranks(by_rank: dict[int, int]) -> str:
-    """Which ranks hold what few others hold; all of them where no value is held by most."""
+    """Return which ranks hold what few others hold; all of them if no value is held by most."""
     (value, most), *_ = Counter(by_rank.values()).most_common()
     odd = [rank for rank, held in by_rank.items() if held != value]
     if 2 * most > len(by_rank):
@@ -151,7 +154,7 @@ def _everybody() -> dist.ProcessGroup:
 
 
 def _shard_of(param: Tensor) -> tuple[int, int]:
-    """Into how many shards a parameter is cut, and which one this rank holds."""
+    """Return into how many shards a parameter is cut, and which one this rank holds."""
     if not isinstance(param, DTensor):
         return 1, 0
     mesh, shards, own = param.device_mesh, 1, 0
@@ -162,7 +165,7 @@ def _shard_of(param: Tensor) -> tuple[int, int]:
 
 
 def _cut_once(param: Tensor) -> bool:
-    """Whether all ranks hold a shard or a replica of one that is cut along one mesh dim only."""
+    """Return whether all ranks hold a shard or a replica of one that is cut along one mesh dim only."""
     if not isinstance(param, DTensor) or param.device_mesh.size() != ranks_of(None):
         return False
     sizes = [

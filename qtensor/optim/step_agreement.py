@@ -51,12 +51,12 @@ class StepOutcome(NamedTuple):
     """What was agreed on.
 
     Attributes:
-        scales: what was agreed on for the scales of each parameter (`agreement.claim_of`, over all shards); None where
+        scales: what was agreed on for the scales of each parameter (`agreement.claim_of`, over all shards); None if
             it has none in common with other shards or parameters.
         cuts: the square blocks that the shards of each parameter cut.
         order: the parameters' numbers, in the order of `moved`.
-        moved: fp32 [parameters], 1 where some shard's master moved, else 0.
-        together: the numbers of parameters that share one scale: where one of them moves, all are written.
+        moved: fp32 [parameters], 1 if some shard's master moved, else 0.
+        together: the numbers of parameters that share one scale: if one of them moves, all are written.
     """
 
     scales: list[Tensor | None]
@@ -66,7 +66,7 @@ class StepOutcome(NamedTuple):
     together: list[list[int]]
 
     def moves(self) -> list[bool]:
-        """Whether each parameter moved; a host sync."""
+        """Return whether each parameter moved; a host sync."""
         found = dict(zip(self.order, self.moved.tolist(), strict=True))
         for numbers in self.together:
             found |= dict.fromkeys(numbers, max(found[number] for number in numbers))
@@ -95,7 +95,7 @@ class _Terms(NamedTuple):
     replicas: Replicas | None
 
     def label(self, trained: Sequence[Trained]) -> tuple[list[Label], list[list[dist.ProcessGroup]]]:
-        """The labels and the groups of what is exchanged, in the order it is exchanged."""
+        """Return the labels and the groups of what is exchanged, in the order it is exchanged."""
         labels: list[Label] = [("amax", trained[number].label) for number in self.sharing]
         labels += [("moved", *(trained[number].label for number in numbers)) for numbers in self.members.values()]
         labels += [*(("claim", label) for label, _, _ in self.claiming), MEETING]
@@ -125,6 +125,7 @@ def _terms(
             terms.sharing.append(number)
             terms.cuts.append(blocks)
             terms.groups.append(own)
+    # ranks may list parameters in another order, and flags of one group travel in one tensor
     for numbers in terms.members.values():
         numbers.sort(key=lambda number: trained[number].label)
     for (label, _, scales), cuts in zip(dense, layouts_of([param for _, param, _ in dense]), strict=True):
@@ -161,6 +162,7 @@ def agree(
     shards, masters = [trained[number].shard for number in sharing], [trained[number].master for number in sharing]
     partners = [trained[number].shard._partners for number in sharing]
     of_dense = [scales.partners for _, scales, _ in claiming]
+    # an error on this rank alone must reach the others, which would wait in the all-reduce for ever
     try:
         check_complete(WHAT, partners + of_dense, TRAINED)
         values = claims_of(shards, masters, terms.cuts)
@@ -202,29 +204,30 @@ def tell(
     labels: Mapping[Tensor, str],
     replicas: Replicas | None,
 ) -> None:
-    """Called instead of `agree` on a rank that failed: the others raise instead of waiting for it."""
+    """Take the place of `agree` on a rank that failed: the others raise instead of waiting for it."""
     tell_groups(*_terms(trained, dense, labels, replicas).label(trained), _device(labels))
 
 
 def _alone(trained: Sequence[Trained], labels: Mapping[Tensor, str]) -> bool:
-    """Whether no parameter of this rank is sharded or shares its scale, so that there is nobody to agree with."""
+    """Return whether this rank has nobody to agree with: no parameter is sharded or shares its scale."""
     sharded = any(isinstance(param, DTensor) for param in labels)
     return not sharded and all(one.shard._partners is None for one in trained)
 
 
 def _device(labels: Mapping[Tensor, str]) -> torch.device:
-    """Where the first parameter is."""
+    """Return where the first parameter is."""
     return next((local_of(param).device for param in labels), torch.device("cpu"))
 
 
 def _find_moved(trained: Sequence[Trained]) -> Tensor:
-    """fp32 [n]: whether the masters of this rank moved (1) or not (0)."""
+    """Return fp32 [n]: whether the masters of this rank moved (1) or not (0)."""
     device = trained[0].master.device if trained else torch.device("cpu")
     if all(one.stepped for one in trained):
         flags = torch.ones(len(trained), dtype=torch.float32, device=device)
     else:
         stepped = [float(one.stepped) for one in trained]
         flags = torch.tensor(stepped, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
+    # a step with lr=0 moves no master, and so must not change a byte
     for number, one in enumerate(trained):
         if one.stepped and one.fresh:
             flags[number] = (decode(one.shard, torch.float32) != one.master).any()

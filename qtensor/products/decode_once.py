@@ -1,4 +1,4 @@
-"""One decode of a weight for forward and backward, where memory allows it.
+"""One decode of a weight for forward and backward, if memory allows it.
 
 A linear layer decodes its weight for y = x @ w.T, lets the dense values go, and decodes it again for dx = dy @ w. With
 few tokens in a batch the second decode is a large part of the layer's time. Inside `decode_once` the dense values stay
@@ -15,7 +15,7 @@ class decode_once:  # noqa: N801 - reads as a statement: with decode_once(): ...
     its linear weights, in their appearance dtype, on every rank. Under activation checkpointing these are the weights
     of one checkpointed layer; call backward inside as well then: torch compares what both forwards save, and raises.
 
-    A weight is decoded again where its dense values do not fit: where the gradient has another dtype (under autocast),
+    A weight is decoded again if its dense values do not fit: if the gradient has another dtype (under autocast),
     with `activations="dynamic"`, in compiled code, in products other than F.linear, and in second derivatives.
 
     Example:
@@ -30,9 +30,9 @@ class decode_once:  # noqa: N801 - reads as a statement: with decode_once(): ...
     on: ClassVar[list[None]] = []  # an entry for each open block; blocks of several threads end in any order
 
     def __enter__(self) -> None:
-        """From here on."""
+        """Count from here on."""
         decode_once.on.append(None)
 
     def __exit__(self, *exception: object) -> None:
-        """As it was before, once no other block is open."""
+        """Go back to what was before, once no other block is open."""
         decode_once.on.pop()

@@ -40,7 +40,7 @@ OTHER_SHAPE = "scaled_mm is not used for a weight that is a view of parts of ano
 
 
 def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
-    """Q(x) @ Q(w).T with the rows of x quantized on the fly; not differentiable.
+    """Compute Q(x) @ Q(w).T with the rows of x quantized on the fly; not differentiable.
 
     Args:
         x: dense [.., K], bf16, fp16 or fp32, 1-D and up.
@@ -63,6 +63,7 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
         parts = quantize_rows(flat, weight.recipe)
         supported, reason = scaled_mm_support(x.device, weight.recipe, x.dtype, rows, columns)
         route = registered(weight.recipe).route
+        # the hardware reads parts as they are stored, and knows no other shape or order
         if supported and route is not None and weight._lens.described is None:
             y = route.multiply(parts, parts_per_row(weight), x.dtype)
         else:
@@ -76,12 +77,12 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
-    """The parts of x [.., K], every row quantized by itself: a tensor-wide scale becomes one scale a row, [.., 1]."""
+    """Return the parts of x [.., K], every row by itself: a tensor-wide scale becomes one scale a row, [.., 1]."""
     return kernels.encode_rows(x, recipe.of_rows)
 
 
 def emulate(x: Parts, weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """The product in fp32 of the decoded operands, [M, N], rounded once to `dtype`."""
+    """Return the product in fp32 of the decoded operands, [M, N], rounded once to `dtype`."""
     rows = weight.recipe.of_rows
     values = kernels.decode(x, rows, torch.float32)
     with without_autocast(values.device):
@@ -91,7 +92,7 @@ def emulate(x: Parts, weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 def scaled_mm_support(
     device: torch.device, recipe: Recipe, dtype: torch.dtype, rows: int, columns: int
 ) -> tuple[bool, str]:
-    """Whether scaled_mm computes [.., columns] @ [rows, columns].T in `dtype` under this recipe; if not, why."""
+    """Return whether scaled_mm computes [.., columns] @ [rows, columns].T in `dtype` under this recipe; if not, why."""
     registration = registered(recipe)
     reason = _unfit_device(device, type(recipe).__name__, registration.route)
     if not reason and registration.route is not None:
@@ -123,7 +124,7 @@ def _unfit_operands(payload: torch.dtype, route: Route, dtype: torch.dtype, rows
 
 
 def swizzle(scale: Tensor) -> Tensor:
-    """Scales of blocks [rows, blocks], one byte each, in the order the tensor cores read them (SWIZZLE_32_4_4), flat.
+    """Return scales of blocks [rows, blocks], one byte each, as tensor cores read them (SWIZZLE_32_4_4), flat.
 
     Tiles have 128 rows and 4 blocks, padded with zeros. In a tile, row r goes to line r % 32, where the four rows with
     that remainder stand side by side. Equals torchao's `to_blocked`.

@@ -79,7 +79,7 @@ class SeenWeight(NamedTuple):
 
 
 def input_gradient(grad: Tensor, weight: "QuantizedTensor") -> Tensor:
-    """[T, N] -> [T, K] in grad.dtype: the gradient of the input, not differentiable.
+    """Return the gradient of the input, [T, N] -> [T, K] in grad.dtype; not differentiable.
 
     Args:
         grad: dense [T, N], bf16, fp16 or fp32.
@@ -87,6 +87,7 @@ def input_gradient(grad: Tensor, weight: "QuantizedTensor") -> Tensor:
     """
     parts, lens, recipe = parts_per_row(weight), weight._lens, weight.recipe
     seen = SeenWeight((weight.shape[0], weight.shape[1]), lens.described is not None, lens.transposed)
+    # in a graph one opaque operation, for the reasons in late_decode.py
     if not _in_a_graph():
         return _input_gradient(grad, parts, kinds_of(recipe), seen)
     held, how = [parts[spec.name] for spec in specs_of(recipe) if spec.gathered], [seen.view, seen.transposed]
@@ -94,7 +95,7 @@ def input_gradient(grad: Tensor, weight: "QuantizedTensor") -> Tensor:
 
 
 def weight_gradient(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
-    """[T, N], [T, K] -> [N, K] in grad.dtype: the gradient of a weight of this recipe, not differentiable."""
+    """Return the gradient of a weight of this recipe, [T, N], [T, K] -> [N, K]; not differentiable."""
     if not _in_a_graph():
         return _weight_gradient(grad, x, kinds_of(recipe))
     return torch.ops.qtensor.quantized_weight_gradient(grad, x, _text(recipe))  # type: ignore[no-any-return]
@@ -102,14 +103,14 @@ def weight_gradient(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
 
 @functools.cache
 def kinds_of(recipe: Recipe) -> Kinds:
-    """What the operands are quantized to under a recipe with `gradients`."""
+    """Return what the operands are quantized to under a recipe with `gradients`."""
     return Kinds(recipe.of_gradients, recipe.of_backward, recipe.stored)
 
 
 def turn_weight(parts: Parts, kinds: Kinds, seen: SeenWeight) -> tuple[Parts, Tensor | None]:
-    """The weight's operand in dx: parts of w.T [K, N] under `kinds.other`, and factors of the gradient's columns.
+    """Return the weight's operand in dx: parts of w.T [K, N] under `kinds.other`, and factors of grad's columns.
 
-    Factors are fp32 [1, N] or [1, 1]; None where there are none. A view of another shape is quantized anew from its
+    Factors are fp32 [1, N] or [1, 1]; None if there are none. A view of another shape is quantized anew from its
     decoded values, whatever the format.
     """
     multiple = contraction_multiple(kinds.other)
@@ -117,13 +118,14 @@ def turn_weight(parts: Parts, kinds: Kinds, seen: SeenWeight) -> tuple[Parts, Te
     if exact is not None:
         made, factors = exact
         return {**made, "payload": _pad(made["payload"], multiple)}, factors
+    # blocks of forward run along K, and dx sums along N: they are quantized anew
     values = kernels.decode(parts, kinds.weight, torch.float32)
     values = values.view(seen.shape[::-1] if seen.transposed else seen.shape)
     return quantize_rows(_pad(values if seen.transposed else values.t(), multiple), kinds.other), None
 
 
 def contraction_multiple(recipe: Recipe) -> int:
-    """What T and N are padded to: whole blocks, and what the hardware's kernels take."""
+    """Return what T and N are padded to: whole blocks, and what the hardware's kernels take."""
     route = registered(recipe).route
     return math.lcm(column_multiple(recipe), 1 if route is None else route.columns)
 
@@ -131,6 +133,7 @@ def contraction_multiple(recipe: Recipe) -> int:
 @torch.no_grad()
 def _input_gradient(grad: Tensor, parts: Parts, kinds: Kinds, seen: SeenWeight) -> Tensor:
     w, factors = turn_weight(parts, kinds, seen)
+    # the scale of row n of w is a factor of column n of dy
     dy = grad if factors is None else grad.to(torch.float32) * factors
     return _multiply(quantize_rows(_pad(dy, contraction_multiple(kinds.other)), kinds.gradient), w, kinds, grad)
 
@@ -143,7 +146,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, kinds: Kinds) -> Tensor:
 
 
 def _multiply(a: Parts, b: Parts, kinds: Kinds, like: Tensor) -> Tensor:
-    """The product of gradients a [M, C] and what b [L, C] holds of the other operand, [M, L] in the dtype of `like`."""
+    """Multiply gradients a [M, C] and what b [L, C] holds of the other operand: [M, L] in the dtype of `like`."""
     rows, columns = b["payload"].shape
     supported, reason = scaled_mm_support(like.device, kinds.other, like.dtype, rows, columns)
     route = registered(kinds.other).route
@@ -154,14 +157,14 @@ def _multiply(a: Parts, b: Parts, kinds: Kinds, like: Tensor) -> Tensor:
 
 
 def emulate(a: Parts, b: Parts, kinds: Kinds, dtype: torch.dtype) -> Tensor:
-    """The product in fp32 of the decoded operands, rounded once to `dtype`."""
+    """Return the product in fp32 of the decoded operands, rounded once to `dtype`."""
     values = kernels.decode(a, kinds.gradient, torch.float32)
     with without_autocast(values.device):
         return F.linear(values, kernels.decode(b, kinds.other, torch.float32)).to(dtype)
 
 
 def _pad(x: Tensor, multiple: int) -> Tensor:
-    """Contiguous, with zeros behind each row up to a multiple; elements of one byte have the code 0 for zero."""
+    """Return x, contiguous, with zeros behind each row up to a multiple; one-byte elements have the code 0 for 0."""
     short = -x.shape[-1] % multiple
     if not short:
         return x.contiguous()
@@ -178,7 +181,7 @@ def _in_a_graph() -> bool:
 @constant_in_graphs
 @functools.cache
 def _text(recipe: Recipe) -> str:
-    """A text that another process understands, too: it may find this graph, compiled, in a cache on disk."""
+    """Return a text that another process understands, too: it may find this graph, compiled, in a cache on disk."""
     return json.dumps([recipe.to_json(), recipe.gradients])
 
 
@@ -190,7 +193,7 @@ def _kinds(text: str) -> Kinds:
 
 @torch.library.custom_op("qtensor::quantized_input_gradient", mutates_args=())
 def _input_gradient_op(grad: Tensor, parts: list[Tensor], recipe: str, shape: list[int], seen: list[bool]) -> Tensor:
-    """`input_gradient`, given what the weight consists of, and how it sees its parts: [view, transposed]."""
+    """Compute `input_gradient`, given what the weight consists of and how it sees its parts: [view, transposed]."""
     told = _kinds(recipe)
     names = [spec.name for spec in specs_of(told.weight) if spec.gathered]
     view, transposed = seen
@@ -205,7 +208,7 @@ def _(grad: Tensor, parts: list[Tensor], recipe: str, shape: list[int], seen: li
 
 @torch.library.custom_op("qtensor::quantized_weight_gradient", mutates_args=())
 def _weight_gradient_op(grad: Tensor, x: Tensor, recipe: str) -> Tensor:
-    """`weight_gradient`, given the recipe in words."""
+    """Compute `weight_gradient`, given the recipe in words."""
     return _weight_gradient(grad, x, _kinds(recipe))
 
 

@@ -25,7 +25,7 @@ MARKER = "input_rotation"  # the buffer's name
 
 
 def hadamard(values: Tensor, block: int) -> Tensor:
-    """Each block of the last dim times Sylvester's matrix / sqrt(block), in the dtype of `values` [..., width]."""
+    """Return each block of the last dim times Sylvester's matrix / sqrt(block), in the dtype of `values`."""
     shape, half = values.shape, 1
     while half < block:
         pairs = values.reshape(-1, 2, half)
@@ -46,13 +46,13 @@ class InputRotation:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of `module` with a rotated input."""
+        """Return the arguments of `module` with a rotated input."""
         if args:
-            return (self.rotated(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "input": self.rotated(kwargs["input"])}
+            return (self.rotate(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "input": self.rotate(kwargs["input"])}
 
-    def rotated(self, values: Tensor) -> Tensor:
-        """Values [..., K] in their dtype.
+    def rotate(self, values: Tensor) -> Tensor:
+        """Rotate values [..., K], in their dtype.
 
         Raises:
             ValueError: the block does not divide K, as where tensor parallelism cuts a block.
@@ -67,9 +67,10 @@ class InputRotation:
 
 
 def rotate_inputs_of(module: nn.Module, block: int) -> Callable[[], None]:
-    """Rotate the inputs of a linear from now on. Returns what undoes it."""
+    """Rotate the inputs of a linear from now on; return what undoes it."""
     device = next((param.device for param in module.parameters(recurse=False)), torch.device("cpu"))
-    module.register_buffer(MARKER, marker(block, device))  # first: it refuses a name that is taken
+    # first: it refuses a name that is taken
+    module.register_buffer(MARKER, marker(block, device))
     handle = module.register_forward_pre_hook(InputRotation(block), with_kwargs=True)
 
     def undo() -> None:
@@ -80,23 +81,24 @@ def rotate_inputs_of(module: nn.Module, block: int) -> Callable[[], None]:
 
 
 def marker(block: int, device: torch.device) -> Tensor:
-    """The buffer, uint8 [block]."""
-    with torch.inference_mode(mode=False):  # else nothing could be loaded into it later
+    """Return the buffer, uint8 [block]."""
+    # else nothing could be loaded into it later
+    with torch.inference_mode(mode=False):
         return torch.zeros(block, dtype=torch.uint8, device=device)
 
 
 def is_size(block: object) -> bool:
-    """Whether a Hadamard matrix of Sylvester's has this size."""
+    """Return whether a Hadamard matrix of Sylvester's has this size."""
     return type(block) is int and block >= 2 and not block & (block - 1)
 
 
 def is_block_marker(dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Whether a tensor with the name of the buffer is one, by its dtype and shape."""
+    """Return whether a tensor with the name of the buffer is one, by its dtype and shape."""
     return dtype == torch.uint8 and len(shape) == 1 and is_size(shape[0])
 
 
 def input_rotations(model: nn.Module) -> dict[str, int]:
-    """Plain fqn of each linear whose inputs are rotated -> its block."""
+    """Return the plain fqn of each linear whose inputs are rotated -> its block."""
     return {
         name.removesuffix(MARKER).removesuffix("."): buffer.shape[0]
         for name, buffer in plain_buffers(model)

@@ -45,9 +45,10 @@ class How(NamedTuple):
 def multiply_decoded(
     call: str, operands: Sequence[Any], place: int, weight: "QuantizedTensor", dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The product `call` of plain operands and, at `place` among them, of the values of a weight in `dtype`."""
+    """Return the product `call` of plain operands and, at `place` among them, of the values of a weight in `dtype`."""
     dtype = weight.dtype if dtype is None else dtype
     how = How(call, place, weight.recipe, weight._lens.transposed)
+    # an exported program must run without this package, so it gets plain ops
     if not is_tracing() or torch.compiler.is_exporting():
         return _call(how, operands, decode(weight, dtype))
     parts = parts_per_row(weight)
@@ -63,7 +64,7 @@ def _call(how: How, operands: Sequence[Any], values: Tensor) -> Tensor:
 @constant_in_graphs
 @functools.cache
 def _text(call: str, place: int, recipe: Recipe, transposed: bool) -> str:  # noqa: FBT001 - fields of How
-    """A text that another process understands, too: it may find this graph, compiled, in a cache on disk."""
+    """Return a text that another process understands, too: it may find this graph, compiled, in a cache on disk."""
     return json.dumps([call, place, recipe.to_json(), transposed])
 
 
@@ -77,7 +78,7 @@ def _how(text: str) -> How:
 def _multiply_decoded(
     operands: list[Tensor], parts: list[Tensor], how: str, dtype: torch.dtype, shape: list[int]
 ) -> Tensor:
-    """`multiply_decoded`, given the parts of the weight and the shape that they describe."""
+    """Compute `multiply_decoded`, given the parts of the weight and the shape that they describe."""
     told = _how(how)
     named = {spec.name: part for spec, part in zip(specs_of(told.recipe), parts, strict=True)}
     values = kernels.decode(named, told.recipe, dtype).view(shape)

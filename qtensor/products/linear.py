@@ -9,8 +9,8 @@ Gradients pass straight through the rounding of a quantized input, and dw is com
 The backward products above are those of all recipes without `gradients`; with it, both are products of quantized
 operands, see gradients.py.
 
-Backward saves the quantized weight where the gradient of x is wanted, and x where that of the weight is; a dense weight
-exists only during one product, or up to backward where `decode_once` says so. The weight reaches this function through
+Backward saves the quantized weight if the gradient of x is wanted, and x if that of the weight is; a dense weight
+exists only during one product, or up to backward if `decode_once` says so. The weight reaches this function through
 __torch_function__, before autograd takes F.linear apart.
 """
 
@@ -35,7 +35,8 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        """The output [.., N] from x [.., K], weight [N, K] and bias [N] or None."""
+        """Return the output [.., N] from x [.., K], weight [N, K] and bias [N] or None."""
+        # a frozen weight under adapters needs no gradient, and then x need not be kept for it
         of_x, of_weight = ctx.needs_input_grad[:2]
         dense = _dense(weight) if weight.recipe.activations is None else None
         y = _forward(x, weight, bias, dense)
@@ -48,11 +49,13 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, weight and bias from that of the output, [.., N]."""
+        """Return the gradients of x, weight and bias from that of the output, [.., N]."""
         (grad,) = grads
-        x, weight, dense = ctx.saved_tensors  # x and the weight where the other's gradient is wanted
+        # x and the weight if the other's gradient is wanted
+        x, weight, dense = ctx.saved_tensors
         if ctx.recipe.gradients is None:
             dx, dw = _dense_gradients(grad, x, weight, dense)
+        # create_graph=True: a rounded gradient has no derivative, so a second backward must raise
         elif torch.is_grad_enabled() and not is_tracing():
             dx, dw = _DifferentiatedOnce.apply(grad, x, weight, (ctx.shape, ctx.recipe))
         else:
@@ -66,13 +69,13 @@ class QuantizedLinear(torch.autograd.Function):
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
-    """`_quantized_gradients` where a graph of the backward is asked for (create_graph=True): an error behind it."""
+    """`_quantized_gradients` if a graph of the backward is asked for (create_graph=True): an error behind it."""
 
     @staticmethod
     def forward(
         ctx: Any, grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, looks: tuple[torch.Size, Recipe]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of x and of a weight of this shape and recipe."""
+        """Return the gradients of x and of a weight of this shape and recipe."""
         ctx.looks = looks
         return _quantized_gradients(grad, x, weight, looks[1])
 
@@ -88,10 +91,11 @@ class _DifferentiatedOnce(torch.autograd.Function):
 def _dense_gradients(
     grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, dense: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x, where the weight is given, and of the weight, where x is; `dense`: see `_keep_dense`."""
+    """Return the gradients of x, if the weight is given, and of the weight, if x is; `dense`: see `_keep_dense`."""
     dx = dw = None
     if weight is not None:
-        if torch.is_grad_enabled() and not is_tracing():  # a loss may contain dx, and so the weight once more
+        # a loss may contain dx, and so the weight once more
+        if torch.is_grad_enabled() and not is_tracing():
             dx = _InputGradient.apply(grad, weight)
         elif dense is not None and dense.numel() and dense.dtype == grad.dtype:  # which hooks on gradients may change
             dx = grad @ dense
@@ -107,13 +111,13 @@ class _InputGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, weight: QuantizedTensor) -> Tensor:
-        """The input's gradient [.., K] from that of the output, [.., N], and the weight [N, K]."""
+        """Return the input's gradient [.., K] from that of the output, [.., N], and the weight [N, K]."""
         ctx.save_for_backward(grad, weight)
         return _input_gradient(grad, weight)
 
     @staticmethod
     def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of dy and of the weight from that of dx, [.., K]."""
+        """Return the gradients of dy and of the weight from that of dx, [.., K]."""
         (found,) = outer
         grad, weight = ctx.saved_tensors
         of_grad, of_weight = ctx.needs_input_grad
@@ -128,13 +132,13 @@ class _LinearOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor) -> Tensor:
-        """The output [.., N] from x [.., K] and the weight [N, K]."""
+        """Return the output [.., N] from x [.., K] and the weight [N, K]."""
         ctx.save_for_backward(x, weight)
         return F.linear(x, _dense(weight, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of x and of the weight from that of y, [.., N]."""
+        """Return the gradients of x and of the weight from that of y, [.., N]."""
         (grad,) = grads
         x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad
@@ -145,7 +149,7 @@ class _LinearOutput(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[tokens, channels] of [.., channels]."""
+    """Return [.., channels] as [tokens, channels]."""
     return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
 
 
@@ -157,7 +161,7 @@ def _input_gradient(grad: Tensor, weight: QuantizedTensor) -> Tensor:
 def _quantized_gradients(
     grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, recipe: Recipe
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The same by gradients.py, for a weight of this recipe."""
+    """Return the same by gradients.py, for a weight of this recipe."""
     flat = _rows(grad)  # [T, N]
     dx = dw = None
     with without_torch_function():
@@ -171,36 +175,38 @@ def _quantized_gradients(
 def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, dense: Tensor | None = None) -> Tensor:
     if weight.recipe.activations is None:
         return F.linear(x, _dense(weight) if dense is None else dense, bias)
+    # autocast does not see this product: it is no op of torch that autocast knows
     y = product(_autocast(x), weight)
     return y if bias is None else y + bias.to(y.dtype)
 
 
 def _dense(weight: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The dense weight, with __torch_function__ off, which each read of an attribute would go through otherwise."""
+    """Return the dense weight, with __torch_function__ off: each read of an attribute would go through it."""
     with without_torch_function():
         return weight.dequantize(dtype)
 
 
 def _keep_dense(dense: Tensor, y: Tensor) -> Tensor:
-    """The dense weight where `decode_once` keeps it for backward, and otherwise a tensor without elements.
+    """Return the dense weight if `decode_once` keeps it for backward, and otherwise a tensor without elements.
 
     Activation checkpointing puts what is saved when a forward runs again in the places of what was saved before. One
-    tensor more would move all behind it by a place, and torch sees this only where shapes, dtypes or devices differ.
+    tensor more would move all behind it by a place, and torch sees this only if shapes, dtypes or devices differ.
     """
     return dense if decode_once.on and dense.dtype == y.dtype else y.new_empty(0)
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """`x` in the dtype that autocast computes linear layers in, where it is on (the meta device has no autocast)."""
+    """Return `x` in the dtype that autocast computes linear layers in, if it is on (the meta device has none)."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else x
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 (torch's own argument name)
-    """`torch.nn.functional.linear` where an argument is quantized. Raises TypeError if input or bias is."""
+    """Compute `torch.nn.functional.linear` if an argument is quantized; raise TypeError if input or bias is."""
     for name, value in (("input", input), ("bias", bias)):
         if isinstance(value, QuantizedTensor):
             raise TypeError(f"F.linear: the {name} is {describe(value.shape, value.recipe)}; call .dequantize() on it")
+    # nothing is kept without gradients, and a node of autograd would cost more than a small product
     if not torch.is_grad_enabled():
         return _forward(input, weight, bias)  # type: ignore[arg-type] # only the weight is left to be quantized
     return QuantizedLinear.apply(input, weight, bias)  # type: ignore[no-any-return]

@@ -25,15 +25,16 @@ aten = torch.ops.aten
 
 @implements(aten.t.default)
 def t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """[N, K] -> [K, N], the same parts; transposing twice gives the weight back."""
+    """Transpose [N, K] -> [K, N], the same parts; transposing twice gives the weight back."""
     return _transpose(args[0])
 
 
 @implements(aten.transpose.int)
 def transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """[.., N, K] -> [.., K, N]; other dims cannot be exchanged."""
+    """Transpose [.., N, K] -> [.., K, N]; other dims cannot be exchanged."""
     q, ndim = args[0], args[0].ndim
     first, second = (dim % ndim for dim in args[1:3])
+    # an op must return a new tensor
     if first == second:
         return q.detach()
     if {first, second} != {ndim - 1, ndim - 2}:
@@ -53,7 +54,7 @@ def _transpose(q: QuantizedTensor) -> QuantizedTensor:
 
 @implements(aten.mm.default)
 def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """[T, K] @ t(w) as a linear layer computes it if activations="dynamic", else a product of dequantized values."""
+    """Compute [T, K] @ t(w) as a linear layer does if activations="dynamic", else a product of dequantized values."""
     x, weight = args
     if isinstance(weight, QuantizedTensor) and weight._lens.transposed and weight.recipe.activations is not None:
         _refuse_gradients(func, weight)
@@ -63,9 +64,10 @@ def mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 @implements(aten.addmm.default)
 def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """`bias + x @ t(w)`, see `mm`."""
+    """Compute `bias + x @ t(w)`, see `mm`."""
     bias, x, weight = args
     if isinstance(weight, QuantizedTensor) and weight._lens.transposed and weight.recipe.activations is not None:
+        # the product has no place for factors, and torch's linear layers ask for none
         if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1:
             raise NotImplementedError(f"addmm with beta or alpha of {describe(weight.shape, weight.recipe)}")
         _refuse_gradients(func, weight)
@@ -75,7 +77,7 @@ def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _refuse_gradients(func: Any, weight: QuantizedTensor) -> None:
-    """Raise where autograd would go on to a dense backward under a recipe that asks for another one."""
+    """Raise if autograd would go on to a dense backward under a recipe that asks for another one."""
     if weight.recipe.gradients is not None and torch.is_grad_enabled():
         raise NotImplementedError(
             f"{func} with {describe(weight.shape, weight.recipe)}: gradients={weight.recipe.gradients!r} is defined "
@@ -85,7 +87,8 @@ def _refuse_gradients(func: Any, weight: QuantizedTensor) -> None:
 
 
 def _decode_inside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A product of decoded values; where one operand is quantized and nothing but tensors is given, see late_decode."""
+    """Multiply decoded values; if one operand is quantized and only tensors are given, see late_decode."""
+    # one weight among plain tensors is what compiled graphs meet, and what late_decode knows
     places = [place for place, arg in enumerate(args) if isinstance(arg, QuantizedTensor)]
     if len(places) != 1 or kwargs or not all(isinstance(arg, Tensor) for arg in args):
         return func(*dequantize_all(args), **kwargs)  # type: ignore[no-any-return]
@@ -97,7 +100,7 @@ def _decode_inside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @implements(aten.baddbmm.default)
 def baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """`q + alpha * a @ b` of a stack of weights: dense, as peft adds an adapter to experts for the time of a forward.
+    """Compute `q + alpha * a @ b` of a stack of weights: dense, as peft adds an adapter to experts in a forward.
 
     The gradient of the sum passes straight through to the weight, and to both factors as for a dense stack.
     """
@@ -114,7 +117,7 @@ if hasattr(aten, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls
 
 @implements(*_BATCHED)
 def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Products with a stack of weights [E, N, K], or with a vector, of the dequantized values."""
+    """Multiply with the dequantized values of a stack of weights [E, N, K], or multiply one with a vector."""
     for operand in args:
         if isinstance(operand, QuantizedTensor):
             _refuse_dense_products(func, operand)
@@ -122,7 +125,7 @@ def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _refuse_dense_products(func: Any, operand: QuantizedTensor) -> None:
-    """Raise where a recipe asks for products of quantized inputs, which are not defined here."""
+    """Raise if a recipe asks for products of quantized inputs, which are not defined here."""
     if operand.recipe.activations is not None:
         raise NotImplementedError(
             f'{func} with {describe(operand.shape, operand.recipe)}: activations="dynamic" is defined for linear '

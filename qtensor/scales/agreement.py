@@ -7,7 +7,7 @@ A claim is one flat fp32 tensor, so that the claims of a whole model travel in o
                     amax history ...]
     cut blocks      [facts of the values ..., facts of the initial value ..., scale as it is ..., minus that ...]
 
-A scale is claimed as 0 where every value under it is 0, because the scale of zeros says nothing. The maxima of "scale
+A scale is claimed as 0 if every value under it is 0, because the scale of zeros says nothing. The maxima of "scale
 as it is" and of its negative tell whether all shards agree already; if they do, no byte changes. For square blocks that
 shards cut see cut_blocks.py.
 """
@@ -42,13 +42,13 @@ from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 def flat_amax(dense: Tensor, recipe: Recipe) -> Tensor | None:
-    """fp32, flat: the amaxes of dense values behind the scales that shards may share; None where there are none."""
+    """Return the amaxes behind the scales that shards may share, fp32, flat; None if there are none."""
     amax = kernels.shared_amax(dense, recipe)
     return None if amax is None else amax.reshape(-1)
 
 
 def claim_of(dense: Tensor, recipe: Recipe, cut: CutBlocks | None) -> Tensor:
-    """fp32, flat: what the values of a shard say about scales that it has in common with others.
+    """Return what the values of a shard say about scales that it has in common with others, fp32, flat.
 
     These are the amaxes of shared scales, then facts of square blocks that shards cut.
     """
@@ -62,10 +62,11 @@ def claim_of(dense: Tensor, recipe: Recipe, cut: CutBlocks | None) -> Tensor:
 def decide(
     dense: Tensor, recipe: Recipe, cut: CutBlocks | None, agreed: Tensor | None
 ) -> tuple[Tensor | None, BlockFacts | None]:
-    """From the maxima over all `claim_of`: the flat amax, and the facts of blocks, that `contents.write` takes.
+    """Return the flat amax, and the facts of blocks, for `contents.write`, from the maxima over all `claim_of`.
 
     Both may have one more dim in front: several weights of one shape and cut.
     """
+    # an agreed claim without cut blocks is nothing but amaxes
     if agreed is None or cut is None:
         return agreed, None
     shared = agreed.shape[-1] - cut.size(2)
@@ -73,21 +74,21 @@ def decide(
 
 
 def encode_agreed(dense: Tensor, recipe: Recipe, cut: CutBlocks | None, agreed: Tensor | None) -> dict[str, Tensor]:
-    """Parts of a shard's values under what was agreed on; None: where it has no scale in common with others."""
+    """Return the parts of a shard's values under what was agreed on; None: it has no scale in common with others."""
     amax, blocks = decide(dense, recipe, cut, agreed)
     amax = None if amax is None else amax.view(kernels.amax_shape(dense.shape, recipe))
     return kernels.encode(dense, recipe, amax, blocks)
 
 
 def scale_of(amax: Tensor, recipe: Recipe) -> Tensor:
-    """fp32: the shared scale that `encode` makes of an amax, [] or [.., N, 1]; only for recipes that have one."""
+    """Return the shared scale that `encode` makes of an amax, fp32 [] or [.., N, 1]; only for recipes that have one."""
     rows = amax.shape[:-1] or (row_multiple(recipe),)
     zeros = torch.zeros(*rows, block_multiple(recipe), dtype=torch.float32, device=amax.device)
     return encode(zeros, recipe, amax)[tensor_wide(recipe) or "scale"]
 
 
 def common_along(recipe: Recipe, cut: CutBlocks | None, dim: int, ndim: int) -> bool:
-    """Whether pieces cut along `dim` have a scale in common: a shared one, or that of a square block they cut."""
+    """Return whether pieces cut along `dim` have a scale in common: a shared one, or that of a block they cut."""
     return shares_scale_along(recipe, dim, ndim) or (cut is not None and dim == ndim - 2)
 
 
@@ -112,17 +113,17 @@ class RecipeScales:
         return self.shard._partners  # type: ignore[no-any-return]
 
     def kind(self) -> str:
-        """The recipe, as it is stored, and with whom it shares its scale."""
+        """Return the recipe, as it is stored, and with whom it shares its scale."""
         stored = repr(self.shard.recipe.stored)
         return stored if self.partners is None else f"{stored}, {self.partners}"
 
     def may_share(self) -> bool:
-        """Whether some cut of the weight leaves pieces with a scale in common."""
+        """Return whether some cut of the weight leaves pieces with a scale in common."""
         recipe, ndim = self.shard.recipe, self.shard.ndim
         return row_multiple(recipe) > 1 or any(shares_scale_along(recipe, dim, ndim) for dim in range(ndim))
 
     def shared_along(self, dim: int) -> bool:
-        """Whether the shards, cut along `dim`, have a scale in common."""
+        """Return whether the shards, cut along `dim`, have a scale in common."""
         return common_along(self.shard.recipe, self.cut, dim, self.shard.ndim)
 
 
@@ -136,7 +137,7 @@ class QuantizedScales(RecipeScales):
 
     @torch.no_grad()
     def claim(self) -> Tensor:
-        """fp32, flat: see the module's docstring."""
+        """Return the claim that the module's docstring describes, fp32, flat."""
         q, values, init = self.shard, decode(self.shard, torch.float32), initial_value(self.shard)
         claims = []
         amax = flat_amax(values, q.recipe)
@@ -159,6 +160,7 @@ class QuantizedScales(RecipeScales):
         """
         q, cut, init = self.shard, self.cut, initial_value(self.shard)
         values = decode(q, torch.float32) if init is None else init
+        # a shard that agrees already keeps its bytes: encoding decoded values again may choose other codes
         same, facts = torch.ones((), dtype=torch.bool, device=q.device), None
         if cut is not None:
             size = cut.size(2)
@@ -172,13 +174,16 @@ class QuantizedScales(RecipeScales):
         scale = shared_scale(q)
         claimed, amax, *extremes = (piece.view_as(scale) for piece in agreed[: 4 * scale.numel()].split(scale.numel()))
         same_shared = extremes[0] == -extremes[1]
+        # with the value before rounding at hand, the shard gets the bytes of one process
         if init is not None:
             new = kernels.encode(values, q.recipe, amax, facts)
         else:
+            # 0: all shards hold zeros alone, which any scale holds
             claimed = torch.where(claimed > 0, claimed, torch.ones_like(claimed))
             new = adopt(values, q.recipe, claimed, facts)
             same_shared = same_shared | (scale == claimed)
         self._take(new, same & same_shared, same_shared)
+        # entry by entry the maxima over shards are the history that one process would have
         for history in self._history():
             history.copy_(agreed[4 * scale.numel() :])
 
@@ -192,12 +197,13 @@ class QuantizedScales(RecipeScales):
             keep = same_shared if same_shared is not None and not spec.per_row else same
             if spec.per_row and keep.ndim and keep.shape[-1] > 1:
                 keep = keep.repeat_interleave(block_multiple(q.recipe) // spec.block, dim=-1)[..., : own.shape[-1]]
-            if own.dtype.itemsize == 1:  # as bytes, since torch.where does not support float8
+            # as bytes, since torch.where does not support float8
+            if own.dtype.itemsize == 1:
                 own, theirs = own.view(torch.uint8), theirs.view(torch.uint8)
             own.copy_(torch.where(keep, own, theirs))
 
     def _block_scales(self, cut: CutBlocks) -> Tensor:
-        """fp32 [.., 2, groups, blocks along K]: the largest of the scales stored in each block, and of their negatives.
+        """Return fp32 [.., 2, groups, blocks along K]: the largest scale in each block, and that of the negatives.
 
         One-byte scales are compared as bytes, since NaN is not equal to itself.
         """
@@ -206,7 +212,7 @@ class QuantizedScales(RecipeScales):
         return cut.group_rows(torch.stack([numbers, -numbers], dim=-3), fill=-math.inf)
 
     def _history(self) -> list[Tensor]:
-        """The amax history, for recipes that keep one."""
+        """Return the amax history, for recipes that keep one."""
         return [self.shard.parts()["amax_history"]] if keeps_history(self.shard.recipe) else []
 
 
@@ -216,17 +222,18 @@ class DenseScales(RecipeScales):
     pooled = 1  # its amax
 
     def kind(self) -> str:
-        """The recipe of its gathers, and with whom it shares its scale."""
+        """Return the recipe of its gathers, and with whom it shares its scale."""
         return f"dense, gathered as {super().kind()}"
 
     @torch.no_grad()
     def claim(self) -> Tensor:
-        """fp32, flat: see `claim_of`."""
+        """Return `claim_of` the dense values, fp32, flat."""
         return claim_of(self.shard.dense, self.shard.recipe, self.cut)
 
     @torch.no_grad()
     def adopt(self, agreed: Tensor) -> None:
         """Keep what was agreed on; no byte of the shard changes."""
+        # the own claim is kept beside, to see later whether the values are still those
         self.shard.agreement.claims, self.shard.agreement.cut = torch.stack([agreed, self.claim()]), self.cut
 
 

@@ -6,7 +6,7 @@
 Part of stage 1 of the story in qtensor/scales/__init__.py. A shard counts its blocks from where they begin in the whole
 matrix. The largest magnitudes in the pieces of cut blocks travel with the claims on other scales that shards share:
 
-    [leading dims.., 2, cut blocks along N, blocks along K]      amax; 1 where an element is not finite, else 0
+    [leading dims.., 2, cut blocks along N, blocks along K]      amax; 1 if an element is not finite, else 0
 
 Every rank fills in the place of its own pieces. So the bytes of a shard are those of one process, and only blocks that
 are cut cost anything.
@@ -52,19 +52,20 @@ class CutBlocks:
     place: tuple[tuple[int, int], ...]
 
     def lay_out(self, grouped: Tensor, fill: float = 0.0) -> Tensor:
-        """This shard's pieces of cut blocks, [.., channels, groups, blocks along K], in their places: fp32 [.., size].
+        """Return pieces of cut blocks, [.., channels, groups, blocks along K], in their places: fp32 [.., size].
 
         The places of other ranks get `fill`, which must not exceed any value. The leading dims of the weight stand
         before the channels; dims in front of these stay.
         """
         extra = grouped.shape[: grouped.ndim - 2 - len(self.frame)]
+        # places of other ranks hold what no maximum is made of
         frame = grouped.new_full((*extra, *self._frame(grouped.shape[-3])), fill)
         for number, own in self.mine:
             frame[self._at(number)] = grouped[..., own, :]
         return frame.flatten(len(extra))
 
     def take_over(self, grouped: Tensor, agreed: Tensor) -> Tensor:
-        """`group_rows` with what was agreed on for cut blocks, in the layout of `lay_out`, in the place of its own."""
+        """Return `grouped`, with what was agreed on for cut blocks (in the layout of `lay_out`) in place of its own."""
         frame = agreed.reshape(*agreed.shape[:-1], *self._frame(grouped.shape[-3]))
         for number, own in self.mine:
             grouped[..., own, :] = frame[self._at(number)]
@@ -74,16 +75,16 @@ class CutBlocks:
         return (*self.frame[:-1], channels, self.count, self.frame[-1])
 
     def _at(self, number: int) -> tuple[Any, ...]:
-        """Where this shard's own values of a cut row of blocks are."""
+        """Return where this shard's own values of a cut row of blocks are."""
         *leading, columns = (slice(*place) for place in self.place)
         return (..., *leading, slice(None), number, columns)
 
     def size(self, channels: int) -> int:
-        """How many values are exchanged."""
+        """Return how many values are exchanged."""
         return math.prod(self._frame(channels))
 
     def group_rows(self, per_row: Tensor, fill: float = 0.0) -> Tensor:
-        """[.., rows, blocks] -> [.., groups, blocks]: the maximum over the rows of each block that are here."""
+        """Return the maximum over the rows of each block that are here: [.., rows, blocks] -> [.., groups, blocks]."""
         before = self.start % self.block if self.rows else 0
         groups = -(-(before + self.rows) // self.block)
         behind = groups * self.block - before - self.rows
@@ -91,27 +92,27 @@ class CutBlocks:
         return padded.reshape(*per_row.shape[:-2], groups, self.block, per_row.shape[-1]).amax(dim=-2)
 
     def spread(self, grouped: Tensor) -> Tensor:
-        """[.., groups, blocks] -> [.., rows, blocks]: for each row the value of its block."""
+        """Return for each row the value of its block: [.., groups, blocks] -> [.., rows, blocks]."""
         before = self.start % self.block
         every = grouped.unsqueeze(-2).expand(*grouped.shape[:-1], self.block, grouped.shape[-1]).flatten(-3, -2)
         return every[..., before : before + self.rows, :]
 
     def facts(self, x: Tensor, recipe: Recipe) -> Tensor:
-        """fp32 [.., 2, groups, blocks along K]: amax and `broken` of each block, as far as it is here."""
+        """Return fp32 [.., 2, groups, blocks along K]: amax and `broken` of each block, as far as it is here."""
         return self.group_rows(torch.stack(kernels.block_facts(x, recipe), dim=-3))
 
     def claim(self, x: Tensor, recipe: Recipe) -> Tensor:
-        """fp32 [.., size(2)]: what this shard's values, [.., N, K], say about cut blocks."""
+        """Return fp32 [.., size(2)]: what this shard's values, [.., N, K], say about cut blocks."""
         return self.lay_out(self.facts(x, recipe))
 
     def decide(self, x: Tensor, recipe: Recipe, agreed: Tensor) -> BlockFacts:
-        """What was agreed on for cut blocks (fp32 [.., size(2)]), and what the values themselves say of the others."""
+        """Return what was agreed on for cut blocks (fp32 [.., size(2)]), and what the values say of the others."""
         amax, broken = self.spread(self.take_over(self.facts(x, recipe), agreed)).unbind(dim=-3)
         return BlockFacts(amax.contiguous(), broken.contiguous())
 
 
 def cut_blocks_of(param: Tensor, recipe: Recipe) -> CutBlocks | None:
-    """How the shards of a parameter cut the square blocks of a recipe; None where no block is cut.
+    """Return how the shards of a parameter cut the square blocks of a recipe; None if no block is cut.
 
     Raises:
         NotImplementedError: a rank holds several runs of rows.
@@ -144,9 +145,11 @@ def _cut_blocks(  # noqa: PLR0913 - all that decides it
         for each in itertools.product(*(range(mesh[axis]) for axis in cuts[row_dim]))
     ]
     edges = {start for start, rows in pieces if rows} | {start + rows for start, rows in pieces if rows}
+    # an edge between two blocks, or at the end of the matrix, cuts none
     numbers = sorted({edge // block for edge in edges if edge % block and edge != shape[row_dim]})
     if not numbers:
         return None
+    # other cuts decide which matrices and columns this rank claims for
     own = [_piece(shape[dim], [(mesh[axis], place[axis]) for axis in cuts[dim]]) for dim in range(len(shape))]
     start, rows = own[row_dim]
     held = range(start // block, -(-(start + rows) // block)) if rows else range(0)
@@ -166,12 +169,13 @@ def _cut_blocks(  # noqa: PLR0913 - all that decides it
 
 
 def _cuts_along(dim: int, ndim: int, mesh: Sequence[int], placements: Sequence[object]) -> list[int]:
-    """The mesh dims that cut a tensor dim, in the order in which they do: strided ones cut what the others left."""
+    """Return the mesh dims that cut a tensor dim, in the order they do: strided ones cut what the others left."""
     own = [
         axis
         for axis, placement in enumerate(placements)
         if hasattr(placement, "dim") and placement.dim % ndim == dim and mesh[axis] > 1
     ]
+    # FSDP over TP on one dim: TP cuts first, though it stands later in the mesh
     strided = [axis for axis in own if hasattr(placements[axis], "split_factor")]
     for axis in strided:
         factor = getattr(placements[axis], "split_factor", 1)
@@ -184,7 +188,7 @@ def _cuts_along(dim: int, ndim: int, mesh: Sequence[int], placements: Sequence[o
 
 
 def _piece(size: int, cuts: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """(start, length) of what is left of `size` after cuts of (pieces, own place), each as torch.chunk makes them."""
+    """Return (start, length) of what cuts of (pieces, own place) leave of `size`, each made as torch.chunk does."""
     start, length = 0, size
     for pieces, where in cuts:
         step = -(-length // pieces)

@@ -8,7 +8,7 @@ A scale that shards share (tensor-wide, or of rows cut along K) needs the amax o
 once a step, finds it for the whole model by one all-reduce and leaves it beside each shard, together with the shard's
 own amax at that moment:
 
-    amax used in a gather = agreed amax    where the shard's own amax is still what it was at the agreement
+    amax used in a gather = agreed amax    if the shard's own amax is still what it was at the agreement
                             own amax       elsewhere
 
 So a value written after the agreement never saturates under a stale scale. Without an agreement every shard is
@@ -49,7 +49,7 @@ from qtensor.scales.high_precision_ops import ALIASES, KEEPS, RESHAPES_IN_PLACE,
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import check_shape, describe, registered
 from qtensor.tensor.made_anew import address, make_anew
-from qtensor.tensor.moves import Note, carry_note, freeze_noted, take_note
+from qtensor.tensor.moves import MoveNote, carry_note, freeze_noted, take_note
 from qtensor.tensor.quantized_tensor import TORCH_FUNCTIONS, QuantizedTensor
 
 aten = torch.ops.aten
@@ -86,7 +86,7 @@ class HighPrecisionWeight(Keyed, Tensor):
     agreement: Agreement
     padded_rows: int | None
     _partners: Partners | None = None
-    _note: Note | None = None
+    _note: MoveNote | None = None
     agreed = property(lambda self: self.agreement.claims)  # torch looks up the names from `__tensor_flatten__` here
 
     def __new__(
@@ -99,8 +99,9 @@ class HighPrecisionWeight(Keyed, Tensor):
         padded_rows: int | None = None,
         **remembered: Any,
     ) -> Self:
-        """Internal: wraps `dense`, aliased (copied where it is lazy, see fsdp_hooks/lazy_bits.py)."""
-        if remembered or recipe is None:  # somebody builds a parameter anew by its class
+        """Wrap `dense`, aliased (copied if it is lazy, see fsdp_hooks/lazy_bits.py); internal."""
+        # somebody builds a parameter anew by its class
+        if remembered or recipe is None:
             return make_anew(cls, dense, {"recipe": recipe, **remembered}, cls)  # type: ignore[return-value]
         dense = resolve(dense)  # inside of a wrapper nobody would see the bit
         self: Any = make_wrapper(cls, dense.shape, dense.dtype, dense.device, strides=dense.stride())
@@ -109,19 +110,19 @@ class HighPrecisionWeight(Keyed, Tensor):
         return self  # type: ignore[no-any-return]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """All is done in __new__."""
+        """Do nothing: all is done in __new__."""
 
     def _like(
         self, dense: Tensor, *, agreement: Agreement | None = None, padded_rows: int | None = None
     ) -> "HighPrecisionWeight":
-        """One of this recipe, and with these partners, around other values."""
+        """Return a weight of this recipe, with these partners, around other values."""
         made = HighPrecisionWeight(dense, self.recipe, agreement=agreement, padded_rows=padded_rows)
         made._partners = self._partners
         return made
 
     @torch.no_grad()
-    def quantized(self) -> QuantizedTensor:
-        """The parts that a gather sends, as a tensor of their own."""
+    def quantize(self) -> QuantizedTensor:
+        """Return the parts that a gather sends, as a tensor of their own."""
         x, agreed = self.dense.detach(), self._agreed()
         parts = encode_agreed(x, self.recipe, self.agreement.cut if agreed is not None else None, agreed)
         kind = registered(self.recipe).tensor_class
@@ -130,7 +131,7 @@ class HighPrecisionWeight(Keyed, Tensor):
 
     @torch.no_grad()
     def shared_scale(self) -> Tensor:
-        """fp32: that of `quantized`, tensor-wide [] or of rows [.., N, 1], without the rest of the work."""
+        """Return the scale that `quantize` makes, fp32 [] or [.., N, 1], without the rest of the work."""
         agreed, x = self._agreed(), self.dense.detach()
         amax, _ = decide(x, self.recipe, self.agreement.cut if agreed is not None else None, agreed)
         found = shared_amax(x, self.recipe) if amax is None else amax.view(amax_shape(x.shape, self.recipe))
@@ -138,10 +139,12 @@ class HighPrecisionWeight(Keyed, Tensor):
         return scale_of(found, self.recipe)
 
     def _agreed(self) -> Tensor | None:
-        """fp32 [n]: what was agreed on, where this shard's values still claim what they did then; else their claim."""
+        """Return fp32 [n]: what was agreed on, if this shard still claims what it did then; else its own claim."""
         claims, cut = self.agreement.claims, self.agreement.cut
-        if claims is None or (cut is not None and cut.rows != self.shape[-2]):  # some rows of the shard
+        # some rows of the shard
+        if claims is None or (cut is not None and cut.rows != self.shape[-2]):
             return None
+        # a value written since the agreement may exceed it, and would saturate without a sign
         own = claim_of(self.dense.detach(), self.recipe, cut)
         if claims.shape[1] != own.numel():
             return None
@@ -151,8 +154,8 @@ class HighPrecisionWeight(Keyed, Tensor):
     # -- FSDP2 ---------------------------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, *args: Any) -> tuple[tuple[Tensor, ...], QuantizedTensor]:
-        """Called by FSDP2 on every rank: the inputs that the quantized shard gives, and that shard as metadata."""
-        q = self.quantized()
+        """Return the inputs of the quantized shard, and that shard as metadata. FSDP2 calls it on every rank."""
+        q = self.quantize()
         inputs, _ = q.fsdp_pre_all_gather(*args)
         return inputs, q
 
@@ -164,7 +167,7 @@ class HighPrecisionWeight(Keyed, Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Called by FSDP2 with the gathered buffers; see AllGatherHooks."""
+        """Build, or refill, the gathered weight; see AllGatherHooks."""
         rows = self.padded_rows or self.shape[0]
         return metadata.fsdp_post_all_gather(all_gather_outputs, rows, param_dtype, out=out)
 
@@ -174,6 +177,7 @@ class HighPrecisionWeight(Keyed, Tensor):
     def __torch_function__(
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # nobody gathers outside of FSDP: quantizing here gives the numbers of FSDP on one rank
         if func is F.linear:
             args, kwargs = tree_map(_on_the_spot, (args, kwargs or {}))
             return F.linear(*args, **kwargs)
@@ -219,7 +223,8 @@ class HighPrecisionWeight(Keyed, Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A parameter is pickled as a parameter; any other (a state dict's entry) as the plain tensor of its values."""
+        """Pickle a parameter as a parameter; any other (a state dict's entry) as the plain tensor of its values."""
+        # an entry of a state dict is dense, and a file of it needs nothing of this package
         if isinstance(self, torch.nn.Parameter):
             return _rebuild, (self.dense.detach(), self.recipe, self.requires_grad, self._partners)
         return self.dense.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
@@ -228,14 +233,14 @@ class HighPrecisionWeight(Keyed, Tensor):
         return f"{type(self).__name__}({self.dense.detach()!r}, gathered as {self.recipe})"
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the dense values, which writers of checkpoints ask for.
+        """Return the storage of the dense values, which writers of checkpoints ask for.
 
         `data_ptr()` is 0 all the same, so that stagers copy the attributes and do not set the wrapper onto a storage.
         """
         return super().untyped_storage() if is_tracing() or is_described() else self.dense.untyped_storage()
 
     def data_ptr(self) -> int:
-        """0 to stagers, see `untyped_storage`; see made_anew.py for who gets another answer."""
+        """Return 0 to stagers, see `untyped_storage`; see made_anew.py for who gets another answer."""
         return address(self.dense)
 
 
@@ -247,12 +252,10 @@ class _Quantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: HighPrecisionWeight) -> QuantizedTensor:
-        """The quantized weight."""
-        return weight.quantized()
+        return weight.quantize()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:
-        """The gradient of the quantized weight, which is plain."""
         return grads[0]  # type: ignore[no-any-return]
 
 
@@ -261,31 +264,34 @@ def _on_the_spot(value: Any) -> Any:
 
 
 def to_dense(value: Any) -> Any:
-    """`value` with every HighPrecisionWeight in it replaced by its dense tensor."""
+    """Return `value` with every HighPrecisionWeight in it replaced by its dense tensor."""
     return tree_map(lambda leaf: leaf.dense if isinstance(leaf, HighPrecisionWeight) else leaf, value)
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an op gives where one or more of its operands are such weights."""
+    """Return what an op gives if one or more of its operands are such weights."""
     if func in RESHAPES_IN_PLACE:
         raise NotImplementedError(
             f"{func} of {describe(args[0].shape, args[0].recipe)}; use the op that returns a new tensor"
         )
     if torch.is_inference_mode_enabled():
         if func not in KEEPS and (whole := func.decompose(*args, **kwargs)) is not NotImplemented:
-            return whole  # in inference mode composite ops arrive whole, otherwise in pieces
+            # in inference mode composite ops arrive whole, otherwise in pieces
+            return whole
         if (func in KEEPS or func in TRANSPOSES) and not args[0].is_inference():
             # a view of a normal tensor must be a normal tensor, but one made here would be an inference tensor
             with torch.inference_mode(mode=False), torch.no_grad():
                 return func(*args, **kwargs)
+    # a transposed weight is on its way into a product, which must see quantized values
     if func in TRANSPOSES:
-        return func(args[0].quantized(), *args[1:], **kwargs)
+        return func(args[0].quantize(), *args[1:], **kwargs)
     if func is aten.split.Tensor:
         refuse_resharding_to_a_smaller_mesh(args[0], args[1])
         freeze_noted(args[0])
     result = func(*to_dense(args), **to_dense(kwargs))
     if result is None and func.__name__.startswith(("_foreach_", "_fused_")):  # written in place
-        count_writes(args[0])  # plain members, too: torch leaves counting those of a list to us
+        # plain members, too: torch leaves counting those of a list to us
+        count_writes(args[0])
     if isinstance(result, Tensor) and func.__name__.split(".")[0].endswith("_"):
         return args[0]  # written in place
     if func not in KEEPS or not isinstance(args[0], HighPrecisionWeight):
@@ -294,7 +300,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _wrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """The result of an op of `KEEPS`, wrapped as one or more weights."""
+    """Return the result of an op of `KEEPS`, wrapped as one or more weights."""
     weight: HighPrecisionWeight = args[0]
     for piece in result if isinstance(result, list | tuple) else [result]:
         if piece.ndim == weight.ndim > 1:  # tensor parallelism may cut K
@@ -317,7 +323,7 @@ def _wrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
 
 
 def _padded_shard(weight: HighPrecisionWeight, result: Tensor) -> HighPrecisionWeight:
-    """The padded shard, which FSDP allocates by `new_zeros`; its row count is remembered.
+    """Return the padded shard, which FSDP allocates by `new_zeros`; its row count is remembered.
 
     FSDP pads uneven shards again before the first forward and after a load, so the new shard takes over the agreement.
     """

@@ -74,6 +74,7 @@ def share_scales(model: nn.Module, groups: Iterable[Sequence[str]]) -> list[tupl
                 )
         shared |= {id(weight): Partners(name, names) for name, weight in weights.items()}
         taken.append(names)
+    # copies that FSDP holds of the weight know the partners they were made with
     for name, param in model.named_parameters():
         if isinstance(param, DTensor) and getattr(local_of(param), "_partners", None) is not None:
             raise ValueError(
@@ -90,7 +91,7 @@ def share_scales(model: nn.Module, groups: Iterable[Sequence[str]]) -> list[tupl
 
 
 def _weights(model: nn.Module, group: Sequence[str]) -> dict[str, Any]:
-    """Name -> weight of a group, each weight once; empty where there is no tensor-wide scale to share."""
+    """Return name -> weight of a group, each weight once; empty if there is no tensor-wide scale to share."""
     if isinstance(group, str):
         raise TypeError(f"share_scales: {group!r} is a string; a group is a list of the names of modules")
     found: dict[str, Any] = {}
@@ -112,6 +113,7 @@ def _weights(model: nn.Module, group: Sequence[str]) -> dict[str, Any]:
                 f"share_scales: {first} is {kinds[first]} and {name} is {kind}; quantize all of the group alike, or "
                 "leave it out of `groups`"
             )
+    # a scale of its own for each row or block is nothing to share
     shares = all(isinstance(weight, Weight) and tensor_wide(weight.recipe) for weight in found.values())
     return found if shares else {}
 

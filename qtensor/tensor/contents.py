@@ -1,7 +1,7 @@
 """What a quantized tensor consists of, and how it is read and written: for the op table, the hooks and the adapters.
 
     parts            what its recipe says: gathered, stored, sent to other processes
-    initial value    in high precision, where it is preserved: a part of its own that is neither gathered nor stored
+    initial value    in high precision, if it is preserved: a part of its own that is neither gathered nor stored
     lens, sharding   how the tensor looks at its parts, and what FSDP2 made of it
 
 An operation on the whole contents (a copy, a cut, a move, a broadcast) iterates over `contents_of`, and so takes a
@@ -34,11 +34,12 @@ class Preserved:
     value: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Preserved":
-        return Preserved()  # DCP stages attributes by deepcopy, and a checkpoint has no use for it
+        # DCP stages attributes by deepcopy, and a checkpoint has no use for it
+        return Preserved()
 
 
 def initial_value(q: "QuantizedTensor") -> Tensor | None:
-    """The high-precision value that q was initialised with; None where it is not preserved."""
+    """Return the high-precision value that q was initialised with; None if it is not preserved."""
     return q._preserved.value
 
 
@@ -54,12 +55,12 @@ def forget_initial_values(tensors: Iterable["QuantizedTensor"]) -> None:
 
 
 def contents_of(q: "QuantizedTensor") -> dict[str, Tensor]:
-    """All that q consists of: its parts, and its initial value where that is preserved; aliases."""
+    """Return all that q consists of: its parts, and its initial value if that is preserved; aliases."""
     return {spec.name: getattr(q, spec.name) for spec in contents_specs(q)}
 
 
 def contents_specs(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> tuple[PartSpec, ...]:
-    """The specs of what q consists of, as if its appearance dtype were `dtype` (None: its own)."""
+    """Return the specs of what q consists of, as if its appearance dtype were `dtype` (None: its own)."""
     specs = specs_of(q.recipe)
     return specs if initial_value(q) is None else (*specs, _initial_value_spec(dtype or q.dtype))
 
@@ -70,18 +71,19 @@ def _initial_value_spec(dtype: torch.dtype) -> PartSpec:
 
 
 def bytes_of(q: "QuantizedTensor") -> list[Tensor]:
-    """What q consists of, as bytes that alias it."""
+    """Return what q consists of, as bytes that alias it."""
     return [(tensor if tensor.ndim else tensor.reshape(1)).view(torch.uint8) for tensor in contents_of(q).values()]
 
 
 def shared_scale(q: "QuantizedTensor") -> Tensor:
-    """The scale that pieces of a cut tensor can share, fp32: [] where it is tensor-wide, else [.., N, 1]."""
+    """Return the scale that pieces of a cut tensor can share, fp32: [] if it is tensor-wide, else [.., N, 1]."""
     part: Tensor = getattr(q, tensor_wide(q.recipe) or "scale")
     return part
 
 
 def parts_per_row(q: "QuantizedTensor") -> dict[str, Tensor]:
-    """The parts, with the vector of a gathered weight's tensor-wide part spread over the rows ([N, 1, ..])."""
+    """Return the parts, with the vector of a gathered weight's tensor-wide part spread over the rows ([N, 1, ..])."""
+    # shards that do not agree yet keep their own scales in a gather: each row takes that of its shard
     parts, shards, wide = q.parts(), q._sharding.shards, tensor_wide(q.recipe)
     if shards is not None and wide is not None:
         rows, ndim = parts["payload"].shape[0], parts["payload"].ndim
@@ -91,7 +93,7 @@ def parts_per_row(q: "QuantizedTensor") -> dict[str, Tensor]:
 
 
 def decode(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
-    """`q.dequantize(dtype)` outside of autograd."""
+    """Return `q.dequantize(dtype)` outside of autograd."""
     with torch.no_grad():
         values = kernels.decode(parts_per_row(q), q.recipe, dtype or q.dtype)
         if q._lens.transposed:
@@ -100,7 +102,7 @@ def decode(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
 
 
 def values_of(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
-    """Its preserved initial value, aliased, or else its decoded values."""
+    """Return its preserved initial value, aliased, or else its decoded values."""
     value = initial_value(q)
     return decode(q, dtype) if value is None else value
 
@@ -123,6 +125,7 @@ def write(
     """
     x = _to_write(q, dense)
     amax = None if amax is None else amax.view_as(shared_scale(q))
+    # the scale comes from the amaxes of earlier steps, and this one's own enters the history behind it
     if step and keeps_history(q.recipe):
         amax = kernels.shared_amax(x, q.recipe) if amax is None else amax
         assert amax is not None
@@ -137,14 +140,14 @@ def write(
 def write_converted(q: "QuantizedTensor", values: Tensor, recipe: Recipe, parts: Mapping[str, Tensor] | None) -> None:
     """Write the fp32 values of a tensor of another recipe, exactly where q's recipe can hold them (see exact.py).
 
-    `parts` decode to the values; None where they are not at hand in q's order.
+    `parts` decode to the values; None if they are not at hand in q's order.
     """
     x = _to_write(q, values)
     store(q, {**exact.convert_parts(x, q.recipe, parts, recipe), INITIAL_VALUE: x})
 
 
 def _to_write(q: "QuantizedTensor", dense: Tensor) -> Tensor:
-    """`dense` in the shape of the parts. Raises where q is a view that cannot be written to."""
+    """Return `dense` in the shape of the parts. Raises if q is a view that cannot be written to."""
     lens = q._lens
     if lens.transposed:
         raise NotImplementedError(
@@ -169,11 +172,13 @@ def store(q: "QuantizedTensor", parts: Mapping[str, Tensor]) -> None:
             f"writing into some columns of {describe(q.shape, q.recipe)}: a slice of columns is a copy, so "
             "the write would be lost; write the whole tensor, or clone() the slice to own it"
         )
+    # writing some rows under another scale would change the values of all the others
     if wide and lens.some_rows and not bool((getattr(q, wide) == parts[wide]).all()):
         raise RuntimeError(
             f"writing into some rows of {describe(q.shape, q.recipe)} would change its {wide}, which the "
             "other rows share; write the whole tensor, or use a recipe whose scales belong to rows"
         )
+    # in place: FSDP's shard, the optimizer and state dicts all hold aliases of these tensors
     for name, part in contents_of(q).items():
         if name in parts:
             part.copy_(parts[name])

@@ -29,7 +29,7 @@ CONTENTS = frozenset(
 
 
 def make_anew(kind: type[Any], value: Tensor, remembered: Mapping[str, Any], build: Any) -> torch.nn.Parameter:
-    """What `kind(value, **remembered)` returns.
+    """Return what `kind(value, **remembered)` returns.
 
     Args:
         kind: the class of the tensors of this storage, QuantizedTensor or HighPrecisionWeight.
@@ -52,7 +52,7 @@ def make_anew(kind: type[Any], value: Tensor, remembered: Mapping[str, Any], bui
 
 
 def address(memory: Tensor) -> int:
-    """What `data_ptr()` of a weight answers, whose bytes are in `memory`: 0 to whoever would read them as values.
+    """Return what `data_ptr()` answers for a weight with bytes in `memory`: 0 to whoever would read values there.
 
     accelerate takes an address for the identity of a parameter, and would put one weight in the place of all others.
     """

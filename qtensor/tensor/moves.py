@@ -26,7 +26,7 @@ class Sign:
 
 
 @dataclass(frozen=True)
-class Note:
+class MoveNote:
     """The parameter at address `of` was frozen before it was moved; `sign` tells whether it still lives.
 
     carried: by an alias of the copy, made while the parameter lived, so that the two have different addresses.
@@ -38,21 +38,21 @@ class Note:
 
 
 def take_note(param: Any, copy: Any) -> Any:
-    """`copy`, with a note of `param` where that is a frozen parameter being moved.
+    """Return `copy`, with a note of `param` if that is a frozen parameter being moved.
 
     Modules move parameters with gradients off; with gradients on, a copy is a step of somebody's computation.
     """
     moves = copy.device != param.device and not torch.is_grad_enabled()
     if moves and isinstance(param, torch.nn.Parameter) and not param.requires_grad:
-        copy._note = Note(id(param), weakref.ref(vars(param).setdefault("_sign", Sign())))
+        copy._note = MoveNote(id(param), weakref.ref(vars(param).setdefault("_sign", Sign())))
     return copy
 
 
 def carry_note(tensor: Any, alias: Any) -> Any:
-    """`alias`, with the note that `tensor` got as a copy. An alias of an alias carries none."""
+    """Return `alias`, with the note that `tensor` got as a copy. An alias of an alias carries none."""
     note = tensor._note
     if note is not None and not note.carried and note.sign() is not None:
-        alias._note = Note(note.of, note.sign, carried=True)
+        alias._note = MoveNote(note.of, note.sign, carried=True)
     return alias
 
 
@@ -64,7 +64,7 @@ def freeze_noted(param: Any) -> None:
 
 
 def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002 - torch's own signature
-    """Tensor.requires_grad_. Freezing drops the note: what is frozen by name, as by Module.to, may be trained later."""
+    """Do `Tensor.requires_grad_`. Freezing drops the note: what Module.to, say, froze by name may be trained later."""
     if not requires_grad:
         tensor._note = None
     with without_torch_function():

@@ -22,7 +22,7 @@ def keep_old_paths() -> None:
 
 
 def before_rooms(named: list[Any]) -> list[tuple[Any, str]]:
-    """What pickles name, with the names they had: as torch's safe globals take them."""
+    """Return what pickles name, with the names they had: as torch's safe globals take them."""
     return [
         (known, f"{old}.{name}")
         for known in named

@@ -20,7 +20,7 @@ PackedPart = tuple[Tensor, str, tuple[int, ...]]
 
 
 def reduce(q: Any) -> tuple[Any, ...]:
-    """What `QuantizedTensor.__reduce_ex__` answers: `rebuild` and its arguments."""
+    """Return what `QuantizedTensor.__reduce_ex__` answers: `rebuild` and its arguments."""
     packed: dict[str, PackedPart] = {
         name: (
             _own_storage(part).reshape(-1).view(torch.uint8),
@@ -44,7 +44,7 @@ def reduce(q: Any) -> tuple[Any, ...]:
 
 
 def rebuild(packed: dict[str, PackedPart], recipe: Recipe, dtype: torch.dtype, state: dict[str, Any]) -> Any:
-    """The inverse of `reduce`; at module level, since torch's weights_only loader can allow only such functions."""
+    """Undo `reduce`. It stands at module level, since torch's weights_only loader can allow only such functions."""
     parts = {name: data.view(getattr(torch, kind)).reshape(shape) for name, (data, kind, shape) in packed.items()}
     lens = Lens(described=state["flat"], transposed=state["transposed"])
     sharding = Sharding(shards=ShardRows(*state["shards"]) if state["shards"] else None)
@@ -61,6 +61,6 @@ rebuild.__module__ = "qtensor"  # pickles name it: files move, `qtensor.rebuild`
 
 
 def _own_storage(part: Tensor) -> Tensor:
-    """`part` itself, or a copy where it is a view of something larger (pickling would drag all of that along)."""
+    """Return `part`, or a copy of it if it is a view of something larger, which pickling would drag along."""
     whole = part.untyped_storage().nbytes() == math.prod(part.shape) * part.itemsize
     return part if whole and part.is_contiguous() else part.clone(memory_format=torch.contiguous_format)

@@ -44,7 +44,7 @@ from qtensor.spec.registry import (
 )
 from qtensor.tensor.contents import Preserved, contents_of, decode, initial_value, preserve
 from qtensor.tensor.made_anew import address, make_anew
-from qtensor.tensor.moves import Note
+from qtensor.tensor.moves import MoveNote
 from qtensor.tensor.old_paths import before_rooms
 from qtensor.tensor.pickling import rebuild, reduce
 
@@ -79,7 +79,7 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
     _lens: Lens
     _preserved: Preserved
     _partners: Partners | None = None  # the weights with which it shares its tensor-wide scale, see shared_scales.py
-    _note: Note | None = None
+    _note: MoveNote | None = None
     _init_value = property(initial_value, preserve)  # torch looks up the names from `__tensor_flatten__` here
 
     def __new__(  # noqa: PLR0913 - everything an instance consists of; internal
@@ -94,11 +94,12 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         preserved: Preserved | None = None,
         **remembered: Any,
     ) -> Self:
-        """Internal: wraps parts (and an initial value) without any check; `from_parts` is the checked constructor.
+        """Wrap parts (and an initial value) without any check; internal: `from_parts` is the checked constructor.
 
         A tensor in the place of parts comes from those who build a parameter anew by its class, see made_anew.py.
         """
         given: Any = parts
+        # accelerate moves parameters by type(p)(value, **p.__dict__)
         if isinstance(given, Tensor):
             made: Any = make_anew(QuantizedTensor, given, {"recipe": recipe, **remembered}, quantize)
             return made  # type: ignore[no-any-return]
@@ -111,13 +112,13 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         return self  # type: ignore[no-any-return]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """All is done in __new__."""
+        """Do nothing: all is done in __new__."""
 
     # -- the public surface --------------------------------------------------------------------------------------------
 
     @staticmethod
     def from_parts(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> "QuantizedTensor":
-        """A quantized tensor around existing parts, which it aliases.
+        """Return a quantized tensor around existing parts, which it aliases.
 
         Args:
             parts: name -> tensor, shapes and dtypes as the format's class documents.
@@ -136,28 +137,30 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         return registered(recipe).tensor_class(ordered, recipe, dtype)  # type: ignore[no-any-return]
 
     def parts(self) -> dict[str, Tensor]:
-        """The inner tensors by name, payload first; they alias this tensor's bytes."""
+        """Return the inner tensors by name, payload first; they alias this tensor's bytes."""
         return {spec.name: getattr(self, spec.name) for spec in specs_of(self.recipe)}
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The dense values, shape self.shape, computed in fp32 and rounded once to `dtype` (None: self.dtype).
+        """Return the dense values, shape self.shape, computed in fp32 and rounded once to `dtype` (None: self.dtype).
 
         Differentiable: the gradient of the values is the weight's gradient (straight through), in self.dtype.
         """
+        # without a gradient to hand on, an autograd node costs more than a small decode
         if torch.is_grad_enabled() and self.requires_grad:
             return _StraightThrough.apply(self, dtype)  # type: ignore[no-any-return, no-untyped-call]
         return decode(self, dtype)
 
     @staticmethod
     def safe_globals() -> list[Any]:
-        """What `torch.serialization.safe_globals` must allow for `torch.load(weights_only=True)` of them."""
+        """Return what `torch.serialization.safe_globals` must allow for `torch.load(weights_only=True)` of them."""
         named = [rebuild, *Recipe.registry.values()]
         return [*named, *before_rooms(named)]
 
     # -- what FSDP2's hooks ask for ------------------------------------------------------------------------------------
 
     def _row_parts(self) -> frozenset[str]:
-        ndim = self.payload.ndim  # a read of our own attributes would go through __torch_function__
+        # a read of our own attributes would go through __torch_function__
+        ndim = self.payload.ndim
         return frozenset(spec.name for spec in specs_of(self.recipe) if spec.extends_along(0, ndim))
 
     def _sent_parts(self) -> list[str]:
@@ -177,14 +180,14 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         sharding: Sharding = AT_REST,
         shape: torch.Size | None = None,
     ) -> "QuantizedTensor":
-        """A tensor of this class, recipe and partners around other parts; `shape` is derived from them unless given."""
+        """Return a tensor of this class, recipe and partners around other parts, by default of the shape they have."""
         made = type(self)(parts, self.recipe, dtype or self.dtype, lens=lens, sharding=sharding, shape=shape)
         if self._partners is not None:
             made._partners = self._partners
         return made
 
     def _alias(self, lens: Lens, shape: torch.Size) -> "QuantizedTensor":
-        """Another look at the same parts, and at what is preserved beside them."""
+        """Return another look at the same parts, and at what is preserved beside them."""
         sharding, preserved = self._sharding, self._preserved
         made = type(self)(
             self.parts(), self.recipe, self.dtype, lens=lens, sharding=sharding, shape=shape, preserved=preserved
@@ -202,6 +205,7 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         handler = TORCH_FUNCTIONS.get(func)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
+        # torch's own default would wrap plain results in this class again
         with without_torch_function():
             return func(*args, **(kwargs or {}))
 
@@ -230,6 +234,7 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         return call_resolved(handler, func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        # a graph cached on disk must not be found by another version of this code
         KeyTag.put()
         return list(contents_of(self)), (self.recipe, self.dtype, self._lens, self._sharding, THIS_CODE)
 
@@ -263,18 +268,18 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         return f"{type(self).__name__}({looks}, recipe={self.recipe})"
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Raises: a quantized tensor has no storage of its own, only its parts have."""
+        """Raise: a quantized tensor has no storage of its own, only its parts have."""
         if is_tracing() or is_described():
             # a tracer describes every tensor it meets by its storage, but touches no byte of that
             return super().untyped_storage()
         raise self._storage_error()
 
     def data_ptr(self) -> int:
-        """0, as for every tensor without a storage; see made_anew.py for who gets another answer."""
+        """Return 0, as for every tensor without a storage; see made_anew.py for who gets another answer."""
         return address(self.payload)
 
     def __create_write_items__(self, fqn: str, value: Any) -> Any:
-        """Raises: DCP calls this on a tensor, or on a DTensor around it, that it is about to write as it is.
+        """Raise. DCP calls this on a tensor, or on a DTensor around it, that it is about to write as it is.
 
         DCP is still planning then: every rank learns of the error, and nothing has been written. An error in torch's
         writer threads would be lost, and the save would succeed without the weight.
@@ -288,7 +293,7 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         )
 
     def tolist(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises, as do numpy() and __dlpack__() (which would hand out a null pointer): call .dequantize() first."""
+        """Raise, as numpy() and __dlpack__() do, which would hand out a null pointer: call .dequantize() first."""
         raise NotImplementedError(
             "tolist, numpy and DLPack are not defined for quantized tensors; call .dequantize() first"
         )
@@ -301,13 +306,11 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
-        """The dense values."""
         ctx.dtype = q.dtype
         return decode(q, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        """The gradient in the weight's dtype."""
         return grads[0].to(ctx.dtype), None
 
 
@@ -356,5 +359,5 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
 
 
 def dequantize_all(value: Any) -> Any:
-    """`value` with every quantized tensor in it dequantized."""
+    """Return `value` with every quantized tensor in it dequantized."""
     return tree_map(lambda leaf: decode(leaf) if isinstance(leaf, QuantizedTensor) else leaf, value)

@@ -417,7 +417,7 @@ def ranks_list_other_weights(path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     target = {"even.bfloat16": placed(empty_target("nvfp4", 64), mesh, Shard(0))}
     before = held(target)
-    with patch.object(all_conversions, "largest", side_effect=RanksDifferError("ranks list other weights")):
+    with patch.object(all_conversions, "reduce_max", side_effect=RanksDifferError("ranks list other weights")):
         try:
             load(target, path, on_mismatch="convert", allow_partial_load=True)
         finally:

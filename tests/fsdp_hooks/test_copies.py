@@ -135,7 +135,7 @@ def _copies_nothing_once_quantized(name: str) -> None:
     block: Any = net.blocks[0]
     shard_: Any = local(block.linear.weight)
     with Written() as quantizing:
-        shard_.quantized()
+        shard_.quantize()
     for _ in range(2):
         counter = gather_writes(block)
         assert counter.by_hooks() == quantizing.by_hooks(), (counter.by_hooks(), quantizing.by_hooks())

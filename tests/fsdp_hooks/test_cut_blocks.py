@@ -162,7 +162,7 @@ def _loads(case: tuple[str, str], shape: tuple[int, ...], *, broken: bool = Fals
         assert_bytes_of(net, expected, f"{name} on {shape}")
         return
     for fqn, param in net.named_parameters():
-        q = local(param).quantized()
+        q = local(param).quantize()
         assert_parts_of_piece(q, expected[fqn], param, f"{name} on {shape}: {fqn}")
 
 
@@ -196,7 +196,7 @@ def _dense_steps(name: str, shape: tuple[int, ...]) -> None:
     assert sync_scales(net) == (2 if shape[-1] == "tp" else 1)
     for fqn, param in net.named_parameters():
         expected = quantize(full[fqn].to(param.dtype), RECIPES[name])
-        assert_parts_of_piece(local(param).quantized(), expected, param, f"{name} on {shape}: {fqn}")
+        assert_parts_of_piece(local(param).quantize(), expected, param, f"{name} on {shape}: {fqn}")
 
 
 @pytest.mark.parametrize("shape", ALL, ids=[*MESHES, "FSDP x TP"])
@@ -321,7 +321,7 @@ def _some_rows_of_an_agreed_shard(name: str) -> None:
     part = shard[:8]
     assert part.agreement is shard.agreement
     for found, expected in zip(
-        part.quantized().parts().values(), quantize(part.dense, RECIPES[name]).parts().values(), strict=True
+        part.quantize().parts().values(), quantize(part.dense, RECIPES[name]).parts().values(), strict=True
     ):
         assert_same_bytes(found, expected, name)
 

@@ -187,7 +187,7 @@ def _is_tensor_parallel(name: str) -> None:
     mine = slice(rank * size, (rank + 1) * size)
     for layer, its, cut in ((net.up, reference.up, mine), (net.down, reference.down, (slice(None), mine))):
         expected = quantize(its.weight.dense, RECIPES[name])[cut]
-        assert_parts(parts_of(local(layer.weight).quantized()), expected, name)
+        assert_parts(parts_of(local(layer.weight).quantize()), expected, name)
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
     out, expected = net(x), reference(x)
     torch.testing.assert_close(out, expected)  # sums over K in another order
@@ -358,7 +358,7 @@ def _survives_stale_agreements(name: str, factor: float) -> None:
     recipe, writer = RECIPES[name], dist.get_world_size() - 1
     for write in WRITES:
         sync_scales(net)
-        agreed = {fqn: parts_of(shard_.quantized()) for fqn, _, shard_ in weights(net)}
+        agreed = {fqn: parts_of(shard_.quantize()) for fqn, _, shard_ in weights(net)}
         for fqn, param, _ in weights(net):
             with torch.no_grad():
                 write(net, fqn, param, factor if dist.get_rank() == writer else 1.0)
@@ -366,7 +366,7 @@ def _survives_stale_agreements(name: str, factor: float) -> None:
         for fqn, _, shard_ in weights(net):
             pieces[fqn] = _alone(shard_) if dist.get_rank() == writer and shard_.numel() else agreed[fqn]
             if shard_.numel():
-                q = shard_.quantized()
+                q = shard_.quantize()
                 x = shard_.dense.double()
                 error = (x - q.dequantize(torch.float32).double()).abs()
                 assert bool((error <= _rounding(x, q)).all()), f"{write.__name__}: {fqn}: beyond rounding"

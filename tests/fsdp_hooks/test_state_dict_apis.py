@@ -498,7 +498,7 @@ def test_models_made_of_deep_copies_are_loaded_like_others(storage: str) -> None
     for index, linear in enumerate(net):
         kind = QuantizedTensor if storage == "quantized" else HighPrecisionWeight
         assert isinstance(linear.weight, kind)
-        q = linear.weight if storage == "quantized" else linear.weight.quantized()
+        q = linear.weight if storage == "quantized" else linear.weight.quantize()
         for part, value in quantize(dense[f"{index}.weight"], recipe).parts().items():
             assert_same_bytes(q.parts()[part], value, part)
 

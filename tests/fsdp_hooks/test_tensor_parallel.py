@@ -153,7 +153,7 @@ def _quantized(param: Tensor) -> QuantizedTensor | None:
     """What a rank multiplies with; None for a parameter that is not quantized."""
     q = local(param)
     if isinstance(q, HighPrecisionWeight):
-        return q.quantized()
+        return q.quantize()
     return q.detach() if isinstance(q, QuantizedTensor) else None
 
 

@@ -95,7 +95,7 @@ def test_gradients_accumulate_and_optimizers_step() -> None:
     assert all(type(value) is Tensor for value in optimizer.state[layer.weight].values())
     moved = (layer.weight.dense - weight(ROWS, COLUMNS)).abs()
     assert bool((moved > 0.05).all())
-    assert same_parts(layer.weight.quantized(), quantize(layer.weight.dense, RECIPE))
+    assert same_parts(layer.weight.quantize(), quantize(layer.weight.dense, RECIPE))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -257,7 +257,7 @@ def test_the_shared_scale_is_that_of_the_gather_whatever_was_agreed_on(name: str
     scales: Any = scales_of(param)
     for factor in (1, 2):
         scales.adopt(scales.claim() * factor)
-        parts = param.quantized().parts()
+        parts = param.quantize().parts()
         scale = parts[tensor_wide(param.recipe) or "scale"]
         assert torch.equal(param.shared_scale(), scale)
         assert param.shared_scale().shape == scale.shape

@@ -185,7 +185,7 @@ def test_dense_weights_of_high_precision_storage_hold_no_bit() -> None:
     values = weight(32, 64, torch.float32)
     made = HighPrecisionWeight(lazy("neg", values), MXFP8)
     assert not made.dense.is_neg()
-    assert same_parts(made.quantized(), quantize(values, MXFP8))
+    assert same_parts(made.quantize(), quantize(values, MXFP8))
     other = HighPrecisionWeight(torch.zeros_like(values), MXFP8)
     other.copy_(lazy("neg", values))
     Box(other).mul_(Box(lazy("neg", values)))  # type: ignore[attr-defined]

@@ -139,7 +139,7 @@ def test_the_1st_2nd_4th_write_is_looked_at_and_none_after_the_warning(monkeypat
         looks.append(args)
         return args[0].dequantize(torch.float32)
 
-    monkeypatch.setattr(lost_updates, "decoded", decoded)
+    monkeypatch.setattr(lost_updates, "decode", decoded)
     q = quantize(weight(64, 64), MXFP8)
     counts = []
     for _ in range(9):

@@ -172,7 +172,7 @@ def test_a_dense_value_with_the_attributes_of_a_parameter_is_quantized_as_that_w
     made = type(param)(weight(64, 64), **vars(param), requires_grad=False)
     assert isinstance(made, nn.Parameter)
     assert (made.recipe, made.mark, made.requires_grad) == (param.recipe, "kept", False)
-    found = made.detach() if storage == "quantized" else made.detach().quantized()
+    found = made.detach() if storage == "quantized" else made.detach().quantize()
     assert same_parts(found, quantize(weight(64, 64), param.recipe))
 
 
@@ -195,7 +195,7 @@ def test_a_dense_value_shares_the_scale_that_the_parameter_shares(storage: str) 
     model[0].weight = type(param)(weight(64, 64) * 8, **vars(param))
     sync_scales(model)
     weights = [linear.weight.detach() for linear in model]
-    q, other = weights if storage == "quantized" else [each.quantized() for each in weights]
+    q, other = weights if storage == "quantized" else [each.quantize() for each in weights]
     assert torch.equal(q.global_scale, other.global_scale)
 
 

@@ -44,7 +44,7 @@ def parts_of(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     found = {}
     for name, weight in model.named_parameters():
         assert isinstance(weight, QuantizedTensor | HighPrecisionWeight)
-        found[name] = (weight if isinstance(weight, QuantizedTensor) else weight.quantized()).parts()
+        found[name] = (weight if isinstance(weight, QuantizedTensor) else weight.quantize()).parts()
     return found
 
 

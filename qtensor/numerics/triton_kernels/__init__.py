@@ -2,7 +2,7 @@
 
 inductor reads values again for the scale of a row or block, packs two codes into a byte in a launch of its own, through
 an integer for each element, and computes in fp64 what it must divide. Here a program holds whole blocks (a row is one,
-where rows have scales) in registers, from their amax to their codes. Where two codes make a byte, a thread reads both
+if rows have scales) in registers, from their amax to their codes. If two codes make a byte, a thread reads both
 numbers as one word. The definition in torch operations stays what the bytes are; a kernel here gives the same, and is
 one more way to run it.
 
@@ -10,7 +10,7 @@ one more way to run it.
 
 Who decides. `Kernel` (fsdp_hooks/kernels) runs `ByHand.encode` and `ByHand.decode` in place of what inductor
 would make, under the same rule of modes and sizes: on CUDA alone, never while traced or watched, on fake or meta
-tensors, nor where rounding is stochastic. One that fails is dropped with a warning, and inductor's code takes its
+tensors, nor if rounding is stochastic. One that fails is dropped with a warning, and inductor's code takes its
 place; in the mode "compiled" it raises. Blocks whose facts are given (cut square blocks) and dtypes that no weight has
 stay inductor's. Nothing but a first call on such a GPU imports triton.
 
@@ -20,7 +20,7 @@ and a matrix is a list of blocks. Blocks are counted in 32 bits, which reaches b
 raises, and goes to inductor); where one begins in memory, in 64. Launches are made on the device and the stream of the
 values.
 
-Passes. One, but for two where a tensor-wide scale needs an amax that is not known: amax (reductions.py), then encode.
+Passes. One, but for two if a tensor-wide scale needs an amax that is not known: amax (reductions.py), then encode.
 Codes of one pass cannot wait for the largest value of all. Float8 rows of more than 2^15 elements take two as well.
 
 How bytes stay the same. No operation is contracted unless the code says `fma`, denormals are kept, divisions round
@@ -43,12 +43,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @functools.cache
 def available() -> bool:
-    """Whether this process could run them: Triton is there, and CUDA is not another name for ROCm."""
+    """Return whether this process could run them: Triton is there, and CUDA is not another name for ROCm."""
     return torch.version.hip is None and importlib.util.find_spec("triton") is not None
 
 
 def amax(x: Tensor) -> Tensor:
-    """fp32 []: the largest finite magnitude of values [elements]."""
+    """Return fp32 []: the largest finite magnitude of values [elements]."""
     return _module("reductions").amax(x)  # type: ignore[no-any-return]
 
 
@@ -65,14 +65,14 @@ class ByHand:
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def encode(self, x: Tensor, amax: Tensor | None = None) -> tuple[dict[str, Tensor], None]:
-        """The parts [rows, ..] of values [rows, blocks, block] or, for square blocks, [groups, rows, blocks, block].
+        """Return the parts [rows, ..] of values [rows, blocks, block]; of square blocks, [groups, rows, blocks, block].
 
-        Values of formats without blocks are [rows, K]. `amax` is None where no scale is shared, or rows have their own.
+        Values of formats without blocks are [rows, K]. `amax` is None if no scale is shared, or rows have their own.
         """
         return _module(self.module).encode(x, amax, **self.options), None
 
     def decode(self, payload: Tensor, *others: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values [rows, K] of parts, in the order of their specs; the payload is [rows, blocks, bytes of one]."""
+        """Return the values [rows, K] of parts, ordered as their specs; the payload is [rows, blocks, bytes of one]."""
         return _module(self.module).decode(payload, *others, dtype=dtype, **self.options)  # type: ignore[no-any-return]
 
 

@@ -10,7 +10,7 @@ LARGEST = tl.constexpr(6.0)
 
 @triton.jit
 def code(x: tl.tensor, enc: tl.tensor) -> tl.tensor:
-    """The code nearest to x * enc, saturating, in the low nibble of int32; x is finite.
+    """Return the code nearest to x * enc, saturating, in the low nibble of int32; x is finite.
 
     With s the power of two below, but at least 1, steps are s / 2, and the code is their number + 2 log2(s). The sum
     counts them in its low bits; bits >> 22 of s is 2 log2(s) + 254, to which 2 are missing modulo 8: they are added as
@@ -23,7 +23,7 @@ def code(x: tl.tensor, enc: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def value(code: tl.tensor) -> tl.tensor:
-    """The fp32 value of the code in the low nibble of int32.
+    """Return the fp32 value of the code in the low nibble of int32.
 
     Its bits are those of an fp32 number with another exponent, 0.5 being a denormal one: 2^-126 times the value.
     """

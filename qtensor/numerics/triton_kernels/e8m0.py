@@ -11,7 +11,7 @@ SMALLEST_BITS = tl.constexpr(0x00400000)  # 2^-127
 
 @triton.jit
 def code_up(scale: tl.tensor) -> tl.tensor:
-    """The code of scales >= 0 rounded up to a power of two."""
+    """Return the code of scales >= 0 rounded up to a power of two."""
     bits = bits_of(scale)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 254) & (bits > SMALLEST_BITS)
@@ -20,23 +20,23 @@ def code_up(scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def code_floor(amax: tl.tensor, EXPONENT: tl.constexpr) -> tl.tensor:
-    """The code of floor(log2 amax) - EXPONENT, at least 0; amax >= 0."""
+    """Return the code of floor(log2 amax) - EXPONENT, at least 0; amax >= 0."""
     return tl.maximum((bits_of(amax) >> 23) - EXPONENT, 0)
 
 
 @triton.jit
 def power_of_two(code: tl.tensor) -> tl.tensor:
-    """2^(code - 127)."""
+    """Return 2^(code - 127)."""
     return number_of(power_bits(code))
 
 
 @triton.jit
 def power_bits(code: tl.tensor) -> tl.tensor:
-    """The bits of 2^(code - 127)."""
+    """Return the bits of 2^(code - 127)."""
     return tl.where(code == 0, SMALLEST_BITS, code << 23)
 
 
 @triton.jit
 def value(code: tl.tensor) -> tl.tensor:
-    """2^(code - 127), or NaN for its code."""
+    """Return 2^(code - 127), or NaN for its code."""
     return number_of(tl.where(code == NAN_CODE, NAN_BITS, power_bits(code)))

@@ -41,7 +41,7 @@ WIDEST = 1024  # columns of a tile of many rows
 
 
 def encode(x: Tensor, amax: Tensor | None, *, element: torch.dtype, power_of_two: bool) -> dict[str, Tensor]:
-    """The parts of bf16, fp16 or fp32 values [rows, K] under an amax, fp32 [] or [rows, 1]; None: of each row's own."""
+    """Return the parts of values [rows, K] under an amax, fp32 [] or [rows, 1]; None: of each row's own."""
     length = x.shape[1]
     if amax is None and length <= LONGEST:
         return encode_own(x.unsqueeze(1), element=element, power_of_two=power_of_two, square=1)
@@ -57,7 +57,7 @@ def encode(x: Tensor, amax: Tensor | None, *, element: torch.dtype, power_of_two
 
 
 def encode_own(x: Tensor, *, element: torch.dtype, power_of_two: bool, square: int) -> dict[str, Tensor]:
-    """The parts of values [.., blocks, block], each block under its own amax; `square`: of how many rows blocks are."""
+    """Return the parts of values [.., blocks, block], each under its own amax; `square`: the rows of a block."""
     length = x.shape[-1]
     lanes = max(triton.next_power_of_2(length), 16)
     elements = max(tile_of(ENCODED, 1), square * lanes)
@@ -79,7 +79,7 @@ def encode_own(x: Tensor, *, element: torch.dtype, power_of_two: bool, square: i
 
 
 def decode(payload: Tensor, scale: Tensor, *, dtype: torch.dtype, element: torch.dtype, power_of_two: bool) -> Tensor:
-    """The values of a payload [rows, K]; scales are fp32 [] or [rows, 1]."""
+    """Return the values of a payload [rows, K]; scales are fp32 [] or [rows, 1]."""
     values = torch.empty(payload.shape, dtype=dtype, device=payload.device)
     e4m3 = element == torch.float8_e4m3fn
     launch_rows(_decode, DECODED, as_stored(payload), scale, values, E4M3=e4m3, ELEMENT=ELEMENTS[dtype])
@@ -90,18 +90,24 @@ def launch_rows(kernel: Any, elements: int, first: Tensor, wide: Tensor, *others
     """Launch kernel(first, wide, *others, length, rows, ..) on tensors [rows, K]; `wide` is [] or [rows, 1].
 
     A program has some rows of some columns, and each of its threads so many elements.
+    """
+    wide = wide.to(first.device).contiguous()
+    rows, width, programs = tile_of_rows(first.shape, elements)
+    constants |= {"BY_ROW": wide.ndim > 0, "ROWS": rows, "WIDTH": width}
+    launch(kernel, programs, first, wide, *others, first.shape[1], first.shape[0], **constants)
+
+
+def tile_of_rows(shape: torch.Size, elements: int) -> tuple[int, int, int]:
+    """Return (rows, columns of a program whose threads take so many elements each; programs) for values [rows, K].
 
     Raises:
         OverflowError: rows longer than the kernels count.
     """
-    wide, (count, length) = wide.to(first.device).contiguous(), first.shape
-    width = min(max(triton.next_power_of_2(length), 16), WIDEST)
+    width = min(max(triton.next_power_of_2(shape[1]), 16), WIDEST)
     rows = tile_of(elements, width)
-    if rows * length > MOST_IN_A_TILE:
-        raise OverflowError(f"{rows} rows of {length} elements, more than kernels written by hand count in a tile")
-    programs = triton.cdiv(count, rows) * triton.cdiv(length, width)
-    constants |= {"BY_ROW": wide.ndim > 0, "ROWS": rows, "WIDTH": width}
-    launch(kernel, programs, first, wide, *others, length, count, **constants)
+    if rows * shape[1] > MOST_IN_A_TILE:
+        raise OverflowError(f"{rows} rows of {shape[1]} elements, more than kernels written by hand count in a tile")
+    return rows, width, triton.cdiv(shape[0], rows) * triton.cdiv(shape[1], width)
 
 
 @triton.jit
@@ -178,7 +184,7 @@ def _decode(
 
 @triton.jit
 def scales(amax: tl.tensor, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
-    """(1 / scale, scale) for amaxes of tensors, rows or blocks."""
+    """Return (1 / scale, scale) for amaxes of tensors, rows or blocks."""
     enc = tl.minimum(tl.math.div_rn(448.0 if E4M3 else 57344.0, amax), FLT_MAX)
     enc = tl.where(amax == 0.0, 1.0, enc)
     if POWER_OF_TWO:
@@ -188,7 +194,7 @@ def scales(amax: tl.tensor, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> t
 
 @triton.jit
 def rows_at(length: tl.tensor, rows: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """(first row, first column of this program; which of its ROWS rows there are; its lanes; which of them there are).
+    """Return (first row, first column of this program; which of its ROWS rows exist; its lanes; which of them exist).
 
     Lanes are counted from the first one.
     """

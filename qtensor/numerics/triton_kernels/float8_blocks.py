@@ -15,14 +15,14 @@ LANES = tl.constexpr(BLOCK)
 
 
 def encode(x: Tensor, amax: None, *, element: torch.dtype, square: bool, power_of_two: bool) -> dict[str, Tensor]:
-    """The parts of bf16, fp16 or fp32 values [.., blocks, 128]; no two blocks share an amax."""
+    """Return the parts of bf16, fp16 or fp32 values [.., blocks, 128]; no two blocks share an amax."""
     return encode_own(x, element=element, power_of_two=power_of_two, square=BLOCK if square else 1)
 
 
 def decode(
     payload: Tensor, scale: Tensor, *, dtype: torch.dtype, element: torch.dtype, square: bool, power_of_two: bool
 ) -> Tensor:
-    """The values [rows, K] of a payload [rows, blocks, 128]."""
+    """Return the values [rows, K] of a payload [rows, blocks, 128]."""
     return decode_blocks(_decode, payload, scale, dtype=dtype, block=BLOCK, E4M3=element == torch.float8_e4m3fn)
 
 

@@ -10,7 +10,7 @@ NAN_CODE = tl.constexpr(0x7F)  # of both
 
 @triton.jit
 def code(x: tl.tensor, enc: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
-    """The code nearest to x * enc, saturating, uint8; NaN where x is not finite.
+    """Return the code nearest to x * enc, saturating, uint8; NaN if x is not finite.
 
     With s the power of two below, but at least the smallest normal number 2^-b, steps are s / 2^m, and the code is
     their number + 2^m (log2(s) + b). The sum counts them in its low bits; what bits >> (23 - m) of s lacks to the rest,
@@ -28,15 +28,16 @@ def code(x: tl.tensor, enc: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def value(code: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
-    """The fp32 values of codes, uint8."""
+    """Return the fp32 values of codes, uint8."""
     if E4M3:
         return e4m3_value(code)
-    return (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)  # E5M2 is the upper byte of fp16
+    # E5M2 is the upper byte of fp16
+    return (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def e4m3(x: tl.tensor) -> tl.tensor:
-    """(code, value) of the E4M3 number nearest to x, 0 <= x <= 448.
+    """Return (code, value) of the E4M3 number nearest to x, 0 <= x <= 448.
 
     With s the power of two below, but at least 2^-6, steps are s / 8, and the code is their number + 8 (log2(s) + 6).
     """
@@ -46,7 +47,7 @@ def e4m3(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def e4m3_value(code: tl.tensor) -> tl.tensor:
-    """The fp32 values of E4M3 codes, uint8: an fp32 number of the same bits is 2^-120 times as large.
+    """Return the fp32 values of E4M3 codes, uint8: an fp32 number of the same bits is 2^-120 times as large.
 
     The bits of a byte with its sign in front are in place after one shift, but for those between sign and magnitude.
     """

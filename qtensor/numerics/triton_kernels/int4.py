@@ -37,7 +37,7 @@ WHOLE = tl.constexpr(1.5 * 2.0**23 + 8.0)  # added to q, the sum has q + 8 in it
 
 
 def encode(x: Tensor, amax: None, *, group: int) -> dict[str, Tensor]:
-    """The parts of bf16, fp16 or fp32 values [rows, blocks, group]; no two groups share an amax.
+    """Return the parts of bf16, fp16 or fp32 values [rows, blocks, group]; no two groups share an amax.
 
     Tiles are half of other formats', since quotients take twice the registers.
     """
@@ -52,7 +52,7 @@ def encode(x: Tensor, amax: None, *, group: int) -> dict[str, Tensor]:
 
 
 def decode(payload: Tensor, scale: Tensor, *, dtype: torch.dtype, group: int) -> Tensor:
-    """The values [rows, K] of a payload [rows, blocks, group // 2]."""
+    """Return the values [rows, K] of a payload [rows, blocks, group // 2]."""
     return decode_blocks(_decode, payload, scale, dtype=dtype, block=group, PAIRS=group // 2)
 
 
@@ -107,7 +107,7 @@ def _decode(
 
 @triton.jit
 def number(x: tl.tensor, enc: tl.tensor, dec: tl.tensor) -> tl.tensor:
-    """The code of x / dec, saturating, in the low nibble of int32; enc = 1 / dec."""
+    """Return the code of x / dec, saturating, in the low nibble of int32; enc = 1 / dec."""
     y = x * enc
     y = tl.fma(tl.fma(y, 0.0 - dec, x), enc, y)
     return bits_of(tl.minimum(tl.maximum(y, -8.0), 7.0) + WHOLE)
@@ -115,5 +115,5 @@ def number(x: tl.tensor, enc: tl.tensor, dec: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def value(code: tl.tensor) -> tl.tensor:
-    """The fp32 value of the code in the low nibble of int32: the last bits of 2^23 + code, less 2^23 + 8."""
+    """Return the fp32 value of the code in the low nibble of int32: the last bits of 2^23 + code, less 2^23 + 8."""
     return number_of((code & 0xF) | 0x4B000000) - 8388616.0

@@ -23,7 +23,7 @@ def encode_blocks(
     square: int = 1,
     **constants: Any,
 ) -> dict[str, Tensor]:
-    """Launch kernel(values, payload, scale, *given, columns, blocks, TILE=tile, **constants); gives the new parts.
+    """Launch kernel(values, payload, scale, *given, columns, blocks, TILE=tile, **constants); return the new parts.
 
     A kernel makes a byte of each lane, which is a value or, if codes are packed, a word of two values, and a scale of
     each block. It stores numbers of less than 32 bits as integers, since older GPUs have no others.
@@ -61,7 +61,7 @@ def encode_blocks(
 def decode_blocks(
     kernel: Any, payload: Tensor, scale: Tensor, *given: Any, dtype: torch.dtype, block: int, **constants: Any
 ) -> Tensor:
-    """Launch kernel(payload, scale, values, *given, columns, blocks, ..) on row blocks; gives the new values [rows, K].
+    """Launch kernel(payload, scale, values, *given, columns, blocks, ..) on row blocks; return new values [rows, K].
 
     Square blocks are stored as row blocks are.
 
@@ -82,19 +82,20 @@ def decode_blocks(
 
 
 def as_stored(part: Tensor) -> Tensor:
-    """A part as kernels load and store it: numbers of less than 32 bits as integers."""
+    """Return a part as kernels load and store it: numbers of less than 32 bits as integers."""
     return part if part.itemsize > 2 else part.view(torch.uint8 if part.itemsize == 1 else torch.int16)
 
 
 def launch(kernel: Any, programs: int, *args: Any, num_warps: int = WARPS, **constants: Any) -> None:
     """Run so many programs of a kernel; its first argument is a tensor. Triton's options are among the constants."""
+    # Triton launches on the current device, whatever the device of its arguments
     with torch.cuda.device(args[0].device):
         # contracted products and sums would round once where the definition rounds twice
         kernel[(programs,)](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
 
 
 def tiles(rows: int, columns: int, square: int, tile: int, lanes: int) -> int:
-    """How many programs have a tile of `tile` blocks each, of rows of `columns` blocks; `square`: see `blocks_at`.
+    """Return how many programs have `tile` blocks each, of rows of `columns` blocks; `square`: see `blocks_at`.
 
     Raises:
         OverflowError: more blocks than the kernels count, at all or, of so many `lanes` each, in `square` rows.
@@ -113,5 +114,5 @@ def tiles(rows: int, columns: int, square: int, tile: int, lanes: int) -> int:
 
 
 def tile_of(elements: int, block: int) -> int:
-    """How many blocks of so many elements a program takes whose threads take `elements` each."""
+    """Return how many blocks of so many elements a program takes whose threads take `elements` each."""
     return elements * WARPS * 32 // block

@@ -24,7 +24,7 @@ SIXTH = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
 
 
 def encode(x: Tensor, amax: None, *, scale_rounding: str) -> dict[str, Tensor]:
-    """The parts of bf16, fp16 or fp32 values [rows, blocks, 32]; no two blocks share an amax."""
+    """Return the parts of bf16, fp16 or fp32 values [rows, blocks, 32]; no two blocks share an amax."""
     return encode_blocks(
         _encode,
         x,
@@ -36,7 +36,7 @@ def encode(x: Tensor, amax: None, *, scale_rounding: str) -> dict[str, Tensor]:
 
 
 def decode(payload: Tensor, scale: Tensor, *, dtype: torch.dtype, scale_rounding: str) -> Tensor:
-    """The values [rows, K] of a payload [rows, blocks, 16]."""
+    """Return the values [rows, K] of a payload [rows, blocks, 16]."""
     return decode_blocks(_decode, payload, scale, dtype=dtype, block=BLOCK)
 
 

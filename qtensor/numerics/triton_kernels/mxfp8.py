@@ -16,7 +16,7 @@ E5M2_RECIPROCAL = tl.constexpr(1.743861685099546e-05)  # fp32(1 / 57344)
 
 
 def encode(x: Tensor, amax: None, *, element: torch.dtype, square: bool, scale_rounding: str) -> dict[str, Tensor]:
-    """The parts of bf16, fp16 or fp32 values [.., blocks, 32]; no two blocks share an amax."""
+    """Return the parts of bf16, fp16 or fp32 values [.., blocks, 32]; no two blocks share an amax."""
     size = BLOCK if square else 1
     return encode_blocks(
         _encode,
@@ -34,7 +34,7 @@ def encode(x: Tensor, amax: None, *, element: torch.dtype, square: bool, scale_r
 def decode(
     payload: Tensor, scale: Tensor, *, dtype: torch.dtype, element: torch.dtype, square: bool, scale_rounding: str
 ) -> Tensor:
-    """The values [rows, K] of a payload [rows, blocks, 32]."""
+    """Return the values [rows, K] of a payload [rows, blocks, 32]."""
     return decode_blocks(_decode, payload, scale, dtype=dtype, block=BLOCK, E4M3=element == torch.float8_e4m3fn)
 
 

@@ -34,7 +34,7 @@ SIXTH = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
 
 
 def encode(x: Tensor, amax: Tensor | None, *, square: bool) -> dict[str, Tensor]:
-    """The parts of bf16, fp16 or fp32 values [.., blocks, 16] under an amax, fp32 [] or [rows, 1]."""
+    """Return the parts of bf16, fp16 or fp32 values [.., blocks, 16] under an amax, fp32 [] or [rows, 1]."""
     assert amax is not None
     wide = amax.to(x.device).contiguous()
     global_scale = torch.empty(wide.shape, dtype=torch.float32, device=x.device)
@@ -57,7 +57,7 @@ def encode(x: Tensor, amax: Tensor | None, *, square: bool) -> dict[str, Tensor]
 
 
 def decode(payload: Tensor, scale: Tensor, global_scale: Tensor, *, dtype: torch.dtype, square: bool) -> Tensor:
-    """The values [rows, K] of a payload [rows, blocks, 8]; global scales are fp32 [] or [rows, 1]."""
+    """Return the values [rows, K] of a payload [rows, blocks, 8]; global scales are fp32 [] or [rows, 1]."""
     wide = global_scale.to(payload.device).contiguous()
     return decode_blocks(_decode, payload, scale, wide, dtype=dtype, block=BLOCK, BY_ROW=wide.ndim > 0)
 
@@ -76,7 +76,7 @@ def _encode(
     SQUARE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """`wide` is the amax of all values or, by row, S, whose inverse is in `global_scale` already."""
+    """Encode a tile. `wide` is the amax of all values or, by row, S, whose inverse is in `global_scale` already."""
     first, at, there = blocks_at(blocks, columns, SQUARE, TILE)
     pairs, known = pairs_at(at, PAIRS), there[:, None]
     low, high = halves(tl.load(x + (first * PAIRS + pairs), mask=known, other=0), ELEMENT)
@@ -137,6 +137,6 @@ def _global_scales(
 
 @triton.jit
 def global_scales(amax: tl.tensor) -> tl.tensor:
-    """(S, 1 / S) for amaxes of tensors or rows."""
+    """Return (S, 1 / S) for amaxes of tensors or rows."""
     enc = tl.where(amax == 0.0, 1.0, tl.minimum(tl.math.div_rn(LARGEST, amax), FLT_MAX))
     return enc, tl.math.div_rn(1.0, enc)

@@ -15,19 +15,19 @@ FLT_MAX = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def bits_of(x: tl.tensor) -> tl.tensor:
-    """The bits of fp32 numbers, int32."""
+    """Return the bits of fp32 numbers, int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def number_of(bits: tl.tensor) -> tl.tensor:
-    """The fp32 numbers of int32 bits."""
+    """Return the fp32 numbers of int32 bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def blocks_at(blocks: tl.tensor, columns: tl.tensor, SQUARE: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
-    """(first block of this program, int64; its blocks, counted from there; which of them there are).
+    """Return (first block of this program, int64; its blocks, counted from there; which of them there are).
 
     A tile is TILE blocks that follow each other or, for square blocks, TILE // SQUARE blocks of each of SQUARE rows.
     `columns` is how many blocks a row has, `blocks` how many there are.
@@ -51,13 +51,13 @@ def blocks_at(blocks: tl.tensor, columns: tl.tensor, SQUARE: tl.constexpr, TILE:
 
 @triton.jit
 def pairs_at(at: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
-    """Where the pairs (or other lanes) of blocks stand among all of them: [TILE, PAIRS]."""
+    """Return where the pairs (or other lanes) of blocks stand among all of them: [TILE, PAIRS]."""
     return at[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
 
 
 @triton.jit
 def halves(word: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
-    """The numbers of words, fp32: (those of even columns, which are the low halves; those of odd ones)."""
+    """Return the numbers of words, fp32: (those of even columns, which are the low halves; those of odd ones)."""
     if ELEMENT == tl.bfloat16:
         low, high = number_of(word << 16), number_of(word & -0x10000)
     elif ELEMENT == tl.float16:
@@ -72,13 +72,13 @@ def halves(word: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
 def joined(
     low: tl.tensor, high: tl.tensor, ELEMENT: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr
 ) -> tl.tensor:
-    """The inverse of `halves`: [TILE, 2 * PAIRS] in the dtype that values are stored in, see `rounded`."""
+    """Return the inverse of `halves`: [TILE, 2 * PAIRS] in the dtype that values are stored in, see `rounded`."""
     return rounded(tl.reshape(tl.join(low, high), [TILE, 2 * PAIRS]), ELEMENT)
 
 
 @triton.jit
 def rounded(x: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
-    """fp32 numbers in the dtype that values are stored in; in fp32 every NaN is the default one."""
+    """Return fp32 numbers in the dtype that values are stored in; in fp32 every NaN is the default one."""
     if ELEMENT == tl.float32:
         bits = bits_of(x)
         x = number_of(tl.where((bits & 0x7FFFFFFF) > INF_BITS, NAN_BITS, bits))
@@ -87,7 +87,7 @@ def rounded(x: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def finite(x: tl.tensor) -> tl.tensor:
-    """x, with 0 in place of what is not finite."""
+    """Return x, with 0 in place of what is not finite."""
     return tl.where(tl.abs(x) < INF, x, 0.0)
 
 
@@ -98,13 +98,13 @@ def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def amax_of(low: tl.tensor, high: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
-    """The largest magnitude of each block, [TILE]; NaN or infinite where an element is."""
+    """Return the largest magnitude of each block, [TILE]; NaN or infinite if an element is."""
     return largest(_larger(tl.abs(low), tl.abs(high)), SQUARE)
 
 
 @triton.jit
 def largest(magnitudes: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
-    """The largest of each block's magnitudes [TILE, lanes]."""
+    """Return the largest of each block's magnitudes [TILE, lanes]."""
     amax = tl.reduce(magnitudes, 1, _larger)
     if SQUARE > 1:
         rows = tl.reshape(amax, [SQUARE, amax.shape[0] // SQUARE])
@@ -114,7 +114,7 @@ def largest(magnitudes: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def nearest(x: tl.tensor, LEAST: tl.constexpr, ONE: tl.constexpr) -> tl.tensor:
-    """(power of two below x, but at least LEAST; x + ONE times it) for x >= 0.
+    """Return (power of two below x, but at least LEAST; x + ONE times it) for x >= 0.
 
     fp32 has no bits for less than 2^-23 of the sum's leading bit: with ONE = 2^(23 - m), it is rounded to m bits behind
     that of x, ties to even, and its lowest bits count steps of that size. The product is exact.
@@ -125,5 +125,5 @@ def nearest(x: tl.tensor, LEAST: tl.constexpr, ONE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def byte_of(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """The byte of two codes; only the low nibbles of both count."""
+    """Return the byte of two codes; only the low nibbles of both count."""
     return ((low & 0xF) | (high << 4)).to(tl.uint8)

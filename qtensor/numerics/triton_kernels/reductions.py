@@ -10,7 +10,7 @@ from qtensor.numerics.triton_kernels.pairs import bits_of, finite
 
 
 def amax(x: Tensor) -> Tensor:
-    """fp32 [] of bf16, fp16 or fp32 values [elements]."""
+    """Return the largest finite magnitude of bf16, fp16 or fp32 values [elements], fp32 []."""
     found = torch.zeros((), dtype=torch.int32, device=x.device)
     tile = tile_of(ENCODED, 1)
     launch(_amax, -(-x.numel() // tile), *(x, found, x.numel()), TILE=tile)
@@ -18,7 +18,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def row_amax(x: Tensor) -> Tensor:
-    """fp32 [rows, 1] of bf16, fp16 or fp32 values [rows, K]."""
+    """Return that of each row of bf16, fp16 or fp32 values [rows, K], fp32 [rows, 1]."""
     found = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
     launch(_row_amax, x.shape[0], *(x, found, x.shape[1]), TILE=tile_of(ENCODED // 2, 1))
     return found

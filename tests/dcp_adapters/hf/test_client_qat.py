@@ -102,7 +102,7 @@ def exported(model: LlamaForCausalLM, recipe: Any, path: Path, **options: Any) -
     quantized.load_state_dict(model.state_dict())
     for module in linears(model):
         if module != "lm_head":
-            weight, used = quantized.get_submodule(module).weight, model.get_submodule(module).weight.quantized()
+            weight, used = quantized.get_submodule(module).weight, model.get_submodule(module).weight.quantize()
             for name, part in used.parts().items():
                 assert torch.equal(raw(weight.parts()[name]), raw(part)), (module, name)
     export_hf(model, path, progress=False, **options)
@@ -201,8 +201,8 @@ def test_in_bf16_each_linear_with_trained_inputs_differs_by_the_order_of_its_sum
         for name in names:
             x, y = seen[client.get_submodule(name)]
             layer = model.get_submodule(name)
-            operands = quantize(x, MXFP8BlockScaling()), layer.weight.quantized()
+            operands = quantize(x, MXFP8BlockScaling()), layer.weight.quantize()
             bound = accumulation_bound(*(operand.dequantize(torch.float32) for operand in operands), torch.bfloat16)
             assert bool(((layer(x).double() - y.double()).abs() <= bound).all()), name
-            unrounded = x @ layer.weight.quantized().dequantize().T
+            unrounded = x @ layer.weight.quantize().dequantize().T
             assert not bool(((unrounded.double() - y.double()).abs() <= bound).all()), name

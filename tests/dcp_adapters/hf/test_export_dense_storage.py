@@ -86,7 +86,7 @@ def test_the_table_of_fused_linears_is_that_of_the_export(tmp_path: Path) -> Non
     leads = found["layers.0.q_proj.weight_global_scale"]
     for name in GROUPS[0]:
         assert torch.equal(found[f"{name}.weight_global_scale"], leads)
-        weight = model.get_submodule(name).weight.quantized()
+        weight = model.get_submodule(name).weight.quantize()
         assert torch.equal(found[f"{name}.weight_packed"], weight.payload)
         assert torch.equal(torch.reciprocal(leads[0]), weight.global_scale)
 

@@ -99,7 +99,7 @@ def test_its_hadamard_is_ours() -> None:
     linear.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
     linear(x)
-    torch.testing.assert_close(seen[0], InputRotation(BLOCK).rotated(x), rtol=0, atol=32 * 4 * 2**-24)
+    torch.testing.assert_close(seen[0], InputRotation(BLOCK).rotate(x), rtol=0, atol=32 * 4 * 2**-24)
     assert not torch.equal(seen[0], x)
 
 

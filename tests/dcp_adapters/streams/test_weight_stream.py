@@ -188,7 +188,7 @@ SHARING = {each.name: each for each in TABLE if kernels.shares_amax(each.recipe)
 @pytest.mark.parametrize("name", SHARING)
 def test_the_scale_that_a_plan_reads_is_that_of_the_gathered_weight(name: str) -> None:
     weight = HighPrecisionWeight(values((32, 64), 3), SHARING[name].recipe)
-    assert torch.equal(weight.shared_scale(), weight.quantized().parts()[SHARING[name].tensor_wide or "scale"])
+    assert torch.equal(weight.shared_scale(), weight.quantize().parts()[SHARING[name].tensor_wide or "scale"])
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
