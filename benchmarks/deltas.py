@@ -25,7 +25,7 @@ from benchmarks.timing import Contender, interleaved, ratio
 from dcp_adapters import QuantizedSavePlanner, SafeFileSystemReader
 from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.make import delta_between
-from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes
+from dcp_adapters.delta.patches.patch_format import delta_from_bytes, delta_to_bytes
 from dcp_adapters.delta.stored_states import InMemory
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 

@@ -31,9 +31,9 @@ from dcp_adapters.format.expand import expand
 from dcp_adapters.format.manifest import BaseLink, Manifest
 from dcp_adapters.load.planner import QuantizedLoadPlanner
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
-from dcp_adapters.save.overwrite import remove_replaced
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.save.staging.stager import QuantizedStager
+from dcp_adapters.save.steps.overwrite import remove_replaced
 from dcp_adapters.stored.read_manifest import read_manifest
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 from dcp_adapters.stored.saves import LatestVerified, Retained, Skipped, keep_latest, latest_verified

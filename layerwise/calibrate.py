@@ -31,10 +31,10 @@ from layerwise.algorithms.mse import Mse
 from layerwise.algorithms.qronos import Qronos
 from layerwise.algorithms.smoothquant import SmoothQuant
 from layerwise.formats.assignment import Assignment
-from layerwise.running.agreement import check_agreed
 from layerwise.running.calibration import Calibration
 from layerwise.running.events import Event, log_plan, observing
 from layerwise.running.kv_cache import KVCache
+from layerwise.running.one_stage.agreement import check_agreed
 from layerwise.running.plan import Options, make_plan
 from layerwise.running.result import CalibrationResult, result_of
 from layerwise.stages.caller import calling

@@ -23,9 +23,9 @@ from layerwise.algorithms.maximum import Max
 from layerwise.calibrate import is_own
 from layerwise.formats.assignment import Assignment, assign, budget_of
 from layerwise.formats.candidates import COMPARE, Menu, Weight, candidates_of, least_bits
-from layerwise.running.agreement import check_agreed
-from layerwise.running.errors import Measuring
 from layerwise.running.events import Event, log_plan, observing
+from layerwise.running.one_stage.agreement import check_agreed
+from layerwise.running.one_stage.errors import Measuring
 from layerwise.running.plan import Options, make_plan
 from layerwise.running.search import Search
 from layerwise.stages.caller import calling

@@ -36,14 +36,15 @@ FOLDERS: dict[str, tuple[str, ...]] = {
         *("scales", "optim", "model", "merging", "."),
     ),
     "dcp_adapters": (
-        *("torch_private", "plain", "format", "delta.coding", "stored.reading", "stored", "save.staging", "save"),
-        *("load", "convert", "hf.files", "hf.layouts", "hf.models", "hf.reading", "hf.exporting", "hf", "gguf"),
-        *("digests", "delta", "streams", "cli", "cli.report", "."),
+        *("torch_private", "plain", "format", "delta.coding", "stored.reading", "stored", "save.staging"),
+        *("save.write_items", "save.steps", "save", "load", "convert"),
+        *("hf.files", "hf.layouts", "hf.models", "hf.reading", "hf.sources", "hf.exporting", "hf", "gguf", "digests"),
+        *("delta.patches", "delta", "streams", "cli", "cli.report", "."),
     ),
     "layerwise": (
         *("algorithms.algorithm", "algorithms.solvers", "algorithms", "formats", "stages", "weights", "statistics"),
         *("inputs.values", "inputs.recording", "inputs.replaying", "inputs", "folding", "rotating", "report"),
-        *("resume", "running", ".", "command"),
+        *("resume", "running.one_stage", "running", ".", "command"),
     ),
 }
 

@@ -39,8 +39,8 @@ from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress
 from dcp_adapters.plain.words import in_natural_order
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
-from dcp_adapters.save.checksum_table import ChecksumTable
 from dcp_adapters.save.planner import QuantizedSavePlanner
+from dcp_adapters.save.steps.checksum_table import ChecksumTable
 from dcp_adapters.stored.numeric_error import Error, error_between
 from qtensor.numerics import exact
 from qtensor.spec.recipes import Recipe

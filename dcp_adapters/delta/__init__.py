@@ -1,10 +1,7 @@
 """Exact deltas: what changed between two states of the same tensors, byte for byte.
 
-layout.py            which tensors a state has, and one numbering of all their units
-state_digest.py      one value of a state, to which shards add their terms
-encoder.py           changes in the order of the numbering to frames
-patch.py             a delta: what it leads from and to, and its frames
-patch_format.py      a delta as a file, and back
+coding/              what changed between two tensors, as few bytes
+patches/             a delta: what it leads from and to, and its file
 make.py              a delta from two sources
 chain.py             deltas in a row; full versions every so often, and what may be removed
 retention.py         the checkpoints of a run: what each is a delta to, and those that may go
@@ -24,8 +21,8 @@ if TYPE_CHECKING:
     from dcp_adapters.delta.chain import Anchors, removable
     from dcp_adapters.delta.files import PatchedCopy, WrittenDelta, patched_copy, write_delta
     from dcp_adapters.delta.live import HeldVersion
-    from dcp_adapters.delta.patch import Delta
-    from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes, open_delta, save_delta
+    from dcp_adapters.delta.patches.patch import Delta
+    from dcp_adapters.delta.patches.patch_format import delta_from_bytes, delta_to_bytes, open_delta, save_delta
     from dcp_adapters.delta.retention import checkpoint_bases, remove_checkpoints
 
 __all__ = [
@@ -49,19 +46,19 @@ __all__ = [
 # public name -> the module of this folder that it comes from
 _MODULES = {
     "Anchors": "chain",
-    "Delta": "patch",
+    "Delta": "patches.patch",
     "HeldVersion": "live",
     "PatchedCopy": "files",
     "WrittenDelta": "files",
     "apply_deltas": "apply",
     "checkpoint_bases": "retention",
-    "delta_from_bytes": "patch_format",
-    "delta_to_bytes": "patch_format",
-    "open_delta": "patch_format",
+    "delta_from_bytes": "patches.patch_format",
+    "delta_to_bytes": "patches.patch_format",
+    "open_delta": "patches.patch_format",
     "patched_copy": "files",
     "removable": "chain",
     "remove_checkpoints": "retention",
-    "save_delta": "patch_format",
+    "save_delta": "patches.patch_format",
     "write_delta": "files",
 }
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from dcp_adapters.delta.chain import check_chain, deltas_left
 from dcp_adapters.delta.coding.changes import Changes, local_changes, unit_shape, units
 from dcp_adapters.delta.make import refuse_other_layout
-from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.patches.patch import Delta
+from dcp_adapters.delta.patches.state_digest import state_digest
 from dcp_adapters.delta.shards import Shard, Shards, add_up, refuse_other_ranks, whole_group
-from dcp_adapters.delta.state_digest import state_digest
 from dcp_adapters.format.expand import quantized_local
 from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.words import in_lines

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from dcp_adapters.delta.make import refuse_other_layout
-from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.patches.patch import Delta
 
 
 def check_chain(deltas: Sequence[Delta]) -> None:

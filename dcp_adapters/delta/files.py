@@ -20,11 +20,11 @@ import torch
 
 from dcp_adapters.convert.convert_checkpoint import ConversionPlan, convert_checkpoint
 from dcp_adapters.delta.chain import check_chain, deltas_left
-from dcp_adapters.delta.layout import StateLayout
 from dcp_adapters.delta.make import Summed, delta_between, layout_of, refuse_other_layout, sum_of, sum_state
-from dcp_adapters.delta.patch import Delta
-from dcp_adapters.delta.patch_format import open_delta, save_delta
-from dcp_adapters.delta.state_digest import blob_digest
+from dcp_adapters.delta.patches.layout import StateLayout
+from dcp_adapters.delta.patches.patch import Delta
+from dcp_adapters.delta.patches.patch_format import open_delta, save_delta
+from dcp_adapters.delta.patches.state_digest import blob_digest
 from dcp_adapters.delta.stored_states import Patched, StoredFiles, open_state
 from dcp_adapters.format.source import Stored
 from dcp_adapters.hf.files.file_digests import DIGESTS, file_tensor_digest, renewed_note

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcp_adapters.delta.coding.changes import Changes, changes_between, global_changes, join, unit_of, unit_shape
-from dcp_adapters.delta.encoder import Encoder
 from dcp_adapters.delta.make import refuse_empty, refuse_other_layout
-from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.patches.encoder import Encoder
+from dcp_adapters.delta.patches.patch import Delta
+from dcp_adapters.delta.patches.state_digest import state_digest
 from dcp_adapters.delta.shards import Shard, Shards, add_up, refuse_other_ranks, whole_group
-from dcp_adapters.delta.state_digest import state_digest
 from fsdp_hooks.ranks.across_ranks import ALONE, device_of, is_first, on_first, raise_together, ranks_of
 from fsdp_hooks.ranks.waiting import waited_for
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dcp_adapters.delta.coding.changes import changes_between
-from dcp_adapters.delta.encoder import Encoder
-from dcp_adapters.delta.layout import StateLayout, layout_differences
-from dcp_adapters.delta.patch import Delta
-from dcp_adapters.delta.state_digest import blob_digest, state_digest
+from dcp_adapters.delta.patches.encoder import Encoder
+from dcp_adapters.delta.patches.layout import StateLayout, layout_differences
+from dcp_adapters.delta.patches.patch import Delta
+from dcp_adapters.delta.patches.state_digest import blob_digest, state_digest
 from dcp_adapters.format.source import Source, Stored
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress
 from dcp_adapters.plain.words import in_lines

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.delta.layout import StateLayout, layout_differences
+from dcp_adapters.delta.patches.layout import StateLayout, layout_differences
 from dcp_adapters.format.expand import entry_of, expand_leaf, plain_leaf, refuse_hidden
 from dcp_adapters.format.placements import placement_problem
 from dcp_adapters.hf.models.adapters import renamed

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dcp_adapters.delta.coding.changes import units
-from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.patches.patch import Delta
 from dcp_adapters.format.entry import Entry, parts_of
 from dcp_adapters.format.expand import entry_of
 from dcp_adapters.format.source import Source, Stored

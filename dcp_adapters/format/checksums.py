@@ -1,4 +1,4 @@
-"""Checksums of what a checkpoint stores, made by the ranks that write, while they write (save/checksum_table.py).
+"""Checksums of what a checkpoint stores, made by the ranks that write, while they write (save/steps/checksum_table.py).
 
     qtensor.checksums: uint8 [chunks, 16]    a row: xxh3_64("name@offset") | xxh3_64(the chunk's bytes)
 

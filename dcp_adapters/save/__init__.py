@@ -1,10 +1,10 @@
 """Saving: each rank's plan, the coordinator's part, and the order in which files are written.
 
-The life of a save, in the order in which files here are entered:
+The life of a save, in the order in which files here and in steps/ are entered:
 
     state dict    every rank        planner.py        flattened; leaves separated, parts get items      write_items.py
                                                       refused: names, and tensors without bytes         refusals.py
-                                                      a step is made for each option that is on         steps.py
+                                                      a step is made for each option that is on         steps/
     plan          every rank        coordinator.py    a record beside the items: recipes, scales
                                                       each step adds what it tells; the last of them may
                                                       send a token in place of all of it                plan_cache.py
@@ -16,18 +16,11 @@ The life of a save, in the order in which files here are entered:
     published     the coordinator   atomic_writer.py  last checks, then `.metadata`, by one rename
 
 planner.py         QuantizedSavePlanner
-steps.py           what a step may do at which stage; these are the steps, in their order:
-  item_sums.py       digest=True: the digests in the manifest
-  since_base.py      delta_to=...: what changed since a full save
-  unsound.py         verify="deep": weights that their masters or histories contradict are refused
-  checksum_table.py  checksums=True: a digest of every chunk, made as it is written
-  overwrite.py       a save over an older checkpoint
-  plan_cache.py      enable_plan_caching=True: plans that one save keeps for the next
-  save_log.py        log lines, while the logger is on
+steps/             the options that a save may have, a step each; one that is off is not in the list
 write_items.py     the leaves of a state dict, and where each part's chunk lies
-coordinator.py     what ranks tell the coordinator: agreement, and the manifest
 global_plan.py     the coordinator's plan
 refusals.py        names that are taken, bytes where a writer keeps none
+save_log.py        log lines, while the logger is on
 atomic_writer.py   AtomicFileSystemWriter, whose commit is one rename
 data_files.py      the files that it writes
 archives.py        what torch.save writes of a tensor, without torch.save

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from dcp_adapters.plain.durable import make_directory, sync, sync_name
 from dcp_adapters.save.data_files import DataWriter, data_files
-from dcp_adapters.save.overwrite import removed_by_another
+from dcp_adapters.save.steps.overwrite import removed_by_another
 from dcp_adapters.torch_private import prefix_of
 
 LOG = logging.getLogger(__name__)

@@ -8,7 +8,7 @@
     finish_plan          every rank         stock
     resolve_data         every rank         stock
 
-What an option adds to a stage is in the step of the option (steps.py); the planner runs through those that are on. All
+What an option adds to a stage is in the step of the option (steps/); the planner runs through those that are on. All
 checks run before the first byte is written, and an error raised on one rank reaches all of them through DCP's plan
 exchange. A chunk that a writer lost fails the save, too: see torch_private.Committed.
 """
@@ -29,17 +29,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_adapters.format.manifest import MANIFEST, MANIFEST_JSON, tensor_of
-from dcp_adapters.save.checksum_table import ChecksumTable
-from dcp_adapters.save.coordinator import RankRecord, merged_manifest, refuse_other_options, told, with_unlisted
 from dcp_adapters.save.global_plan import global_plan
-from dcp_adapters.save.item_sums import ItemDigests
-from dcp_adapters.save.overwrite import Overwrite
-from dcp_adapters.save.plan_cache import PlanCache
 from dcp_adapters.save.refusals import refuse_bytes_in_safetensors, refuse_taken_names
 from dcp_adapters.save.save_log import LOG, SaveLog
-from dcp_adapters.save.since_base import SinceBase, refuse_without_checksums
-from dcp_adapters.save.steps import GlobalSave, SaveStep, Saving, Source
-from dcp_adapters.save.unsound import DeepVerify, refuse_told_mixtures
+from dcp_adapters.save.steps.checksum_table import ChecksumTable
+from dcp_adapters.save.steps.coordinator import RankRecord, merged_manifest, refuse_other_options, told, with_unlisted
+from dcp_adapters.save.steps.item_sums import ItemDigests
+from dcp_adapters.save.steps.overwrite import Overwrite
+from dcp_adapters.save.steps.plan_cache import PlanCache
+from dcp_adapters.save.steps.since_base import SinceBase, refuse_without_checksums
+from dcp_adapters.save.steps.step import GlobalSave, SaveStep, Saving, Source
+from dcp_adapters.save.steps.unsound import DeepVerify, refuse_told_mixtures
 from dcp_adapters.save.write_items import SaveLeaves, plain_item
 from dcp_adapters.torch_private import Committed, prefix_of
 from fsdp_hooks.torch_private import cpu_by_default

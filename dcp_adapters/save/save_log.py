@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import SavePlan
 
-from dcp_adapters.save.steps import SaveStep, Saving
+from dcp_adapters.save.steps.step import SaveStep, Saving
 
 LOG = logging.getLogger(__name__)
 

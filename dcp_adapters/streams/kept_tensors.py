@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.delta.coding.changes import Changes, changes_between, units
-from dcp_adapters.delta.encoder import Encoder
-from dcp_adapters.delta.layout import StateLayout
 from dcp_adapters.delta.make import sum_of
-from dcp_adapters.delta.patch import Delta
-from dcp_adapters.delta.state_digest import state_digest
+from dcp_adapters.delta.patches.encoder import Encoder
+from dcp_adapters.delta.patches.layout import StateLayout
+from dcp_adapters.delta.patches.patch import Delta
+from dcp_adapters.delta.patches.state_digest import state_digest
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.streams.buckets import TensorRecord
 

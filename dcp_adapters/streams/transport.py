@@ -24,8 +24,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from dcp_adapters.delta.patch import Delta
-from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes
+from dcp_adapters.delta.patches.patch import Delta
+from dcp_adapters.delta.patches.patch_format import delta_from_bytes, delta_to_bytes
 from dcp_adapters.plain.plain_memory import memory_of
 from dcp_adapters.streams.announcement import DELTA, Announcement
 from fsdp_hooks.kernels.digest import digest

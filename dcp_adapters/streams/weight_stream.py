@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.patches.patch import Delta
 from dcp_adapters.format.recipe_names import dtype_name
 from dcp_adapters.format.source import Keep, Source
 from dcp_adapters.hf.exporting.config import model_config

@@ -18,7 +18,7 @@ from fsdp_hooks.torch_private import local_of
 from layerwise.formats.assignment import Formats, recipe_of
 from layerwise.report.measure import StageFigures
 from layerwise.report.report import LinearReport
-from layerwise.running.calibrate_stage import Calibrated
+from layerwise.running.one_stage.calibrate_stage import Calibrated
 from layerwise.stages.stage import Pair, Stage
 from layerwise.statistics.key_values import Amaxes
 from layerwise.weights.hold import Weights

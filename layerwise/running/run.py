@@ -28,8 +28,8 @@ from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.fingerprint import Fingerprint, data_digest
 from layerwise.resume.progress import Window
 from layerwise.resume.weight_sums import weights_digest
-from layerwise.running.decide import run_reference
 from layerwise.running.events import Event, Observer
+from layerwise.running.one_stage.decide import run_reference
 from layerwise.running.plan import CalibrationPlan
 from layerwise.stages.caller import caller
 from layerwise.stages.stage import Stage

@@ -10,7 +10,7 @@ from layerwise.formats.candidates import LinearErrors, Menu
 from layerwise.inputs.replaying.replay import Replay
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.progress import Window
-from layerwise.running.errors import StageErrors, measure_stage
+from layerwise.running.one_stage.errors import StageErrors, measure_stage
 from layerwise.running.run import LayerwiseRun
 from layerwise.stages.stage import Stage
 

@@ -23,7 +23,7 @@ from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.masters import NAMELESS, OTHER_SHAPE, Masters
 from dcp_adapters.format.soundness import BOTH, FRESH, WRITTEN
 from dcp_adapters.hf.reading.delayed import history_of
-from dcp_adapters.save.unsound import _cut_dims, refuse_mixtures, refuse_unsound
+from dcp_adapters.save.steps.unsound import _cut_dims, refuse_mixtures, refuse_unsound
 from dcp_adapters.stored.deep import CONVERTED
 from dcp_adapters.stored.verify import verify
 from fsdp_hooks.torch_private import make_wrapper

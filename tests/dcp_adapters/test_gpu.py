@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dcp_adapters import QuantizedStager
-from dcp_adapters.save import checksum_table
+from dcp_adapters.save.steps import checksum_table
 from qtensor import quantize
 from tests.dcp_adapters.cases import EVERY, held, load, save, values
 from tests.devices import every_device

@@ -14,7 +14,8 @@ import torch
 
 from dcp_adapters import QuantizedSavePlanner, QuantizedStager, SafeFileSystemReader, export_hf, write_delta
 from dcp_adapters.plain.logged_work import log_work
-from dcp_adapters.save import plan_cache, save_log
+from dcp_adapters.save import save_log
+from dcp_adapters.save.steps import plan_cache
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, load, save, values
 

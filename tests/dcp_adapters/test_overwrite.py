@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_adapters import QuantizedSavePlanner, remove_replaced
-from dcp_adapters.save import overwrite as overwrite_module
-from dcp_adapters.save.overwrite import clear, make_room, own_names
+from dcp_adapters.save.steps import overwrite as overwrite_module
+from dcp_adapters.save.steps.overwrite import clear, make_room, own_names
 from fsdp_hooks.torch_private import local_of
 from tests.dcp_adapters.cases import assert_holds, load
 from tests.dcp_adapters.faulty import assert_loads, assert_refused, full, overwrite, save_state, state

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
 from dcp_adapters import QuantizedSavePlanner
-from dcp_adapters.save import plan_cache
+from dcp_adapters.save.steps import plan_cache
 from qtensor import quantize
 from tests.dcp_adapters.cases import (
     RECIPES,

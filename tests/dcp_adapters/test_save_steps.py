@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcp_adapters import QuantizedSavePlanner
-from dcp_adapters.save.steps import SaveStep
+from dcp_adapters.save.steps.step import SaveStep
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, save, values
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import filesystem
 import qtensor as qt
 from dcp_adapters import QuantizedSavePlanner
 from dcp_adapters.format import checksums
-from dcp_adapters.save import checksum_table
+from dcp_adapters.save.steps import checksum_table
 from tests.gpu_offline.ordering import Entry, copies_to_host, faults_of, waits_of_host
 from tests.gpu_offline.recording import recorded
 
@@ -45,7 +45,7 @@ def test_planning_reads_scales_at_once_and_histories_at_once(recipe: Any) -> Non
         planner.create_local_plan()
     wide = recipe != RECIPES["mxfp8"]
     history = recipe == RECIPES["delayed"]
-    read = "aten._local_scalar_dense.default in save/coordinator.py of"
+    read = "aten._local_scalar_dense.default in steps/coordinator.py of"
     assert waits_of_host(log) == [read] * wide + [read] * history
     assert copies_to_host(log) == []
 

@@ -1,6 +1,5 @@
 """From a run into a directory that engines load.
 
-sources.py         where tensors come from: a state dict and shards (live_source.py), a checkpoint, a directory
 quantizing.py      dense weights that become quantized on their way
 config.py          the model's own description, which is exported with the weights
 plan.py            which tensors go into which file, decided from names, shapes, formats and scales

@@ -23,12 +23,12 @@ from dcp_adapters.hf.exporting.config import ModelConfig, described_model
 from dcp_adapters.hf.exporting.expected import UNKNOWN, Expected, check_outputs, expected_of
 from dcp_adapters.hf.exporting.plan import ExportPlan, Request, plan_export
 from dcp_adapters.hf.exporting.quantizing import Quantizing, quantized_on_the_way
-from dcp_adapters.hf.exporting.sources import JoinedSources, source_of
 from dcp_adapters.hf.files.names import RENAMED, pieces_of
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KV_SCALES, Layout
 from dcp_adapters.hf.layouts.registry import layouts_of_models
 from dcp_adapters.hf.models.kept_dtypes import kept_names
 from dcp_adapters.hf.models.prefixes import outer_prefix
+from dcp_adapters.hf.sources.sources import JoinedSources, source_of
 from fsdp_hooks.kernels.digest import digest
 from fsdp_hooks.ranks.across_ranks import Ranks, is_first, on_all, ranks_of
 from fsdp_hooks.ranks.waiting import waited_for

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_adapters import AtomicFileSystemWriter, QuantizedSavePlanner
-from dcp_adapters.save import plan_cache
+from dcp_adapters.save.steps import plan_cache
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, QuantizedTensor, quantize
 from tests.adversary.attack import Found
 from tests.adversary.ranks.cases import (

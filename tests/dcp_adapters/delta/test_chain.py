@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dcp_adapters.delta.chain import Anchors, check_chain, deltas_left, removable
-from dcp_adapters.delta.layout import StateLayout
-from dcp_adapters.delta.patch import Delta
+from dcp_adapters.delta.patches.layout import StateLayout
+from dcp_adapters.delta.patches.patch import Delta
 
 
 def step(number: int, **other: Any) -> Delta:

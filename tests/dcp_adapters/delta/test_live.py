@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dcp_adapters.delta import live
 from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.live import HeldVersion
-from dcp_adapters.delta.patch_format import delta_from_bytes, delta_to_bytes
+from dcp_adapters.delta.patches.patch_format import delta_from_bytes, delta_to_bytes
 from dcp_adapters.delta.stored_states import InMemory
 from dcp_adapters.format.expand import expand
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, high_precision_init_val, quantize, quantized_model_init

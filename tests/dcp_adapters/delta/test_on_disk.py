@@ -15,7 +15,7 @@ from dcp_adapters.cli.diff import diff
 from dcp_adapters.cli.main import main
 from dcp_adapters.delta import files as commands
 from dcp_adapters.delta.files import patched_copy, write_delta
-from dcp_adapters.delta.patch_format import open_delta
+from dcp_adapters.delta.patches.patch_format import open_delta
 from dcp_adapters.hf.exporting.export import export_hf
 from dcp_adapters.hf.reading.verify_directory import verify_directory
 from dcp_adapters.stored.checkpoint import CheckpointUnusable, StoredCheckpoint

@@ -14,15 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_adapters.delta import encoder
 from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.coding import codec
 from dcp_adapters.delta.coding.changes import Changes
-from dcp_adapters.delta.encoder import Encoder
-from dcp_adapters.delta.layout import StateLayout
 from dcp_adapters.delta.make import delta_between, layout_of, sum_state
-from dcp_adapters.delta.patch import Delta
-from dcp_adapters.delta.patch_format import METADATA, delta_from_bytes, delta_to_bytes, open_delta, save_delta
+from dcp_adapters.delta.patches import encoder
+from dcp_adapters.delta.patches.encoder import Encoder
+from dcp_adapters.delta.patches.layout import StateLayout
+from dcp_adapters.delta.patches.patch import Delta
+from dcp_adapters.delta.patches.patch_format import METADATA, delta_from_bytes, delta_to_bytes, open_delta, save_delta
 from dcp_adapters.delta.stored_states import InMemory
 from dcp_adapters.format.entry import parts_of
 from dcp_adapters.plain.durable import sync
@@ -205,8 +205,8 @@ def rewritten(made: Delta, change: Any) -> bytes:
     from safetensors.torch import load, save
 
     from dcp_adapters.delta.coding.zstd import compress, decompress
-    from dcp_adapters.delta.patch import checksum
-    from dcp_adapters.delta.patch_format import _bytes, _json, _tensor
+    from dcp_adapters.delta.patches.patch import checksum
+    from dcp_adapters.delta.patches.patch_format import _bytes, _json, _tensor
 
     data = delta_to_bytes(made)
     tensors = load(data)
@@ -293,7 +293,7 @@ def test_files_are_written_once_and_read_lazily(tmp_path: Any, monkeypatch: pyte
     (tmp_path / "text").write_text("no safetensors")
     with pytest.raises(ValueError, match="text is damaged or no delta"):
         open_delta(tmp_path / "text")
-    monkeypatch.setattr("dcp_adapters.delta.patch_format.sync", fail)
+    monkeypatch.setattr("dcp_adapters.delta.patches.patch_format.sync", fail)
     with pytest.raises(OSError, match="disk full"):
         save_delta(made, tmp_path / "other")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["delta", "text"]
@@ -311,7 +311,7 @@ def test_a_file_that_another_makes_meanwhile_stays(
         sync(file)
         (tmp_path / "delta").write_text("another's")
 
-    monkeypatch.setattr("dcp_adapters.delta.patch_format.sync", meanwhile)
+    monkeypatch.setattr("dcp_adapters.delta.patches.patch_format.sync", meanwhile)
     with pytest.raises(FileExistsError, match="delta was made by another while this one was written; nothing is"):
         save_delta(between(small(0), small(1)), tmp_path / "delta")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("delta", "another's")]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerwise.running.exchange import Exchange, entries_of
+from layerwise.running.one_stage.exchange import Exchange, entries_of
 from layerwise.stages.targets import find_targets
 from qtensor import Float8CurrentScaling, NVFP4BlockScaling, quantize
 from qtensor.spec.registry import format_of, shared_amax

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import Metadata, SavePlan
 
 from dcp_adapters.format.manifest import Manifest, tensor_of
-from dcp_adapters.save.coordinator import RankRecord, TellsNow, with_manifest
-from dcp_adapters.save.steps import GlobalSave, SaveStep, Saving, Source
+from dcp_adapters.save.steps.coordinator import RankRecord, TellsNow, with_manifest
+from dcp_adapters.save.steps.step import GlobalSave, SaveStep, Saving, Source
 
 LOG = logging.getLogger(__name__)
 KEPT = 4  # state dicts saved in turn: a model, an optimizer, ...

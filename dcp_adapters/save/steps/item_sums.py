@@ -19,8 +19,8 @@ from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.manifest import Manifest
 from dcp_adapters.format.weight_sums import PartSum, digested_parts, tensor_digest
 from dcp_adapters.plain.plain_memory import is_plain
-from dcp_adapters.save.coordinator import tell
-from dcp_adapters.save.steps import GlobalSave, SaveStep, Saving, Source
+from dcp_adapters.save.steps.coordinator import tell
+from dcp_adapters.save.steps.step import GlobalSave, SaveStep, Saving, Source
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 
 Sums = list[int | None]  # of items, in their order; None for bytes, and for tensors of another library's class

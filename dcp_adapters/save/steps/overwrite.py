@@ -29,7 +29,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint import SavePlan
 
 from dcp_adapters.plain.durable import sync
-from dcp_adapters.save.steps import GlobalSave, SaveStep, Saving
+from dcp_adapters.save.steps.step import GlobalSave, SaveStep, Saving
 from dcp_adapters.torch_private import prefix_of
 
 LOG = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from dcp_adapters.delta.coding.changes import Changes
 from dcp_adapters.delta.coding.codec import Coded, check_coded, decode
 from dcp_adapters.delta.coding.damage import damaged
 from dcp_adapters.delta.coding.zstd import compress, decompress
-from dcp_adapters.delta.layout import StateLayout
+from dcp_adapters.delta.patches.layout import StateLayout
 from dcp_adapters.plain.words import short
 
 LEVEL = 19  # of zstd, for entries of bytes

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_adapters.format.checksums import CHECKSUMS, ROW, archive_row_of, checksum_table, row_of
-from dcp_adapters.save.coordinator import tell
-from dcp_adapters.save.steps import Data, GlobalSave, SaveStep, Saving, Source
+from dcp_adapters.save.steps.coordinator import tell
+from dcp_adapters.save.steps.step import Data, GlobalSave, SaveStep, Saving, Source
 from dcp_adapters.save.write_items import plain_item
 
 KEPT = 2**31  # bytes of copies from a device that wait for being written; what is more is copied again

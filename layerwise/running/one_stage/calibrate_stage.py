@@ -27,8 +27,8 @@ from layerwise.folding.smoothing import smooth
 from layerwise.inputs.replaying.replay import Replay
 from layerwise.inputs.values.structure import flatten
 from layerwise.report.measure import StageFigures, Yardstick
-from layerwise.running.agreement import check_alike
-from layerwise.running.decide import decide, needed_statistics, run_reference
+from layerwise.running.one_stage.agreement import check_alike
+from layerwise.running.one_stage.decide import decide, needed_statistics, run_reference
 from layerwise.stages.stage import Method, Pair, Stage
 from layerwise.stages.targets import Target
 from layerwise.statistics.collector import Collector

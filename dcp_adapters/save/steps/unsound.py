@@ -35,8 +35,8 @@ from dcp_adapters.format.soundness import (
     slabs,
 )
 from dcp_adapters.plain.words import in_lines
-from dcp_adapters.save.coordinator import tell
-from dcp_adapters.save.steps import SaveStep, Saving, Source
+from dcp_adapters.save.steps.coordinator import tell
+from dcp_adapters.save.steps.step import SaveStep, Saving, Source
 from fsdp_hooks.torch_private import local_of
 from qtensor.scales.cut_blocks import cut_blocks_of
 from qtensor.spec.recipes import Recipe

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from dcp_adapters.delta.coding.chunk import encode_chunk
 from dcp_adapters.format.manifest import with_base
 from dcp_adapters.plain.plain_memory import is_plain
-from dcp_adapters.save.coordinator import tell
-from dcp_adapters.save.steps import Data, GlobalSave, SaveStep, Saving, Source
+from dcp_adapters.save.steps.coordinator import tell
+from dcp_adapters.save.steps.step import Data, GlobalSave, SaveStep, Saving, Source
 from dcp_adapters.stored.reading.base import Base
 from dcp_adapters.torch_private import writes_safetensors
 

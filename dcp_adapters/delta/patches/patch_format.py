@@ -26,8 +26,8 @@ from torch import Tensor
 from dcp_adapters.delta.coding.codec import Coded
 from dcp_adapters.delta.coding.damage import damaged
 from dcp_adapters.delta.coding.zstd import compress, decompress
-from dcp_adapters.delta.layout import StateLayout
-from dcp_adapters.delta.patch import Blob, CodedFrame, Delta, Read, blob_name, checksum, frame_name
+from dcp_adapters.delta.patches.layout import StateLayout
+from dcp_adapters.delta.patches.patch import Blob, CodedFrame, Delta, Read, blob_name, checksum, frame_name
 from dcp_adapters.format.entry import Entry
 from dcp_adapters.format.recipe_names import dtype_name
 from dcp_adapters.plain.durable import give_file_name, hidden_name, sync

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import xxhash
 
-from dcp_adapters.delta.layout import StateLayout
+from dcp_adapters.delta.patches.layout import StateLayout
 from dcp_adapters.format.weight_sums import PartSum, tensor_digest, whole_digest
 
 

@@ -6,7 +6,7 @@ whoever brings them, in pieces of whatever size, writes the same frames.
 
 from dcp_adapters.delta.coding.changes import Changes, join
 from dcp_adapters.delta.coding.codec import MOST_CHANGES, Coded, encode
-from dcp_adapters.delta.layout import StateLayout
+from dcp_adapters.delta.patches.layout import StateLayout
 
 
 class Encoder:

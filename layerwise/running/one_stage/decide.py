@@ -24,7 +24,7 @@ from layerwise.folding.folds import transform_inputs
 from layerwise.folding.smoothing import Smoothed
 from layerwise.formats.assignment import recipe_of
 from layerwise.inputs.replaying.replay import Replay
-from layerwise.running.exchange import Entries, Exchange, entries_of
+from layerwise.running.one_stage.exchange import Entries, Exchange, entries_of
 from layerwise.stages.sharing import naming, own_statistics, rounds_of
 from layerwise.stages.stage import Method, Stage
 from layerwise.stages.targets import agree_on_amaxes

@@ -24,10 +24,10 @@ from layerwise.algorithms.solvers.arithmetic import full_precision
 from layerwise.formats.candidates import LinearErrors, Menu, fits
 from layerwise.inputs.replaying.replay import Replay
 from layerwise.report.measure import Yardstick
-from layerwise.running.agreement import check_alike
-from layerwise.running.calibrate_stage import observe
-from layerwise.running.decide import collect_again
-from layerwise.running.exchange import QUANTIZER, entries_of
+from layerwise.running.one_stage.agreement import check_alike
+from layerwise.running.one_stage.calibrate_stage import observe
+from layerwise.running.one_stage.decide import collect_again
+from layerwise.running.one_stage.exchange import QUANTIZER, entries_of
 from layerwise.stages.sharing import naming, own_statistics, rounds_of
 from layerwise.stages.stage import Method, Stage
 from layerwise.stages.targets import agree_on_amaxes
