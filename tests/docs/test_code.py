@@ -308,18 +308,6 @@ def _without_numbers(lines: str, path: Path) -> str:
     return re.sub(r"[0-9]+(\.[0-9]+)?", "N", lines.replace(str(path), "PATH"))
 
 
-def troubleshooting(path: Path) -> None:
-    loggers = [logging.getLogger(name) for name in ("qtensor", "fsdp_hooks")]
-    handlers = [*logging.root.handlers]
-    try:
-        page("troubleshooting.md").run(namespace())
-        assert [logger.level for logger in loggers] == [logging.INFO, logging.DEBUG]
-    finally:
-        logging.root.handlers[:] = handlers
-        for logger in loggers:
-            logger.setLevel(logging.NOTSET)
-
-
 RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many ranks, and what they do
     "README.md": (1, readme),
     "docs/api/qtensor.md": (1, api),
@@ -336,7 +324,6 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/index.md": (2, index),
     "docs/logging.md": (1, logs),
     "docs/qat.md": (2, qat),
-    "docs/troubleshooting.md": (1, troubleshooting),
 }
 YAML = ("docs/calibrate_command.md", "yaml")  # read by tests/layerwise/command/test_reference.py
 
