@@ -36,7 +36,11 @@ With storage="high_precision" the shard stays dense, and is quantized as it is g
 Words: docs/glossary.md.
 """
 
+import sys
+
+import fsdp_hooks
 from fsdp_hooks.kernels.compiled import use_kernels
+from fsdp_hooks.ranks.partners import Partners
 from qtensor.formats.float8 import Float8CurrentScaling, Float8Tensor
 from qtensor.formats.float8_blocks import Float8BlockScaling
 from qtensor.formats.float8_delayed import Float8DelayedScaling
@@ -47,6 +51,7 @@ from qtensor.formats.nvfp4 import NVFP4BlockScaling, NVFP4Tensor
 from qtensor.merging.low_rank import LowRankUpdate
 from qtensor.merging.merge import merge_
 from qtensor.merging.merge_report import MergedWeight, MergeReport
+from qtensor.model.loading import quantize_dense_entries
 from qtensor.model.model_init import (
     clear_high_precision_init_val,
     high_precision_init_val,
@@ -58,10 +63,12 @@ from qtensor.ops.stochastic import stochastic_rounding
 from qtensor.optim.master_weights import MasterWeightOptimizer
 from qtensor.products import linear, matmul  # noqa: F401 - likewise
 from qtensor.products.decode_once import decode_once
+from qtensor.products.input_rotation import InputRotation
+from qtensor.scales.high_precision import rebuild_dense
 from qtensor.scales.shared_scales import share_scales
 from qtensor.spec.recipes import Recipe
-from qtensor.tensor.old_paths import keep_old_paths
-from qtensor.tensor.pickling import rebuild  # noqa: F401 - pickles name it, as qtensor.rebuild
+from qtensor.tensor.old_paths import keep_old_paths, name_by_package
+from qtensor.tensor.pickling import rebuild
 from qtensor.tensor.quantized_tensor import QuantizedTensor, quantize
 
 __all__ = [
@@ -95,4 +102,10 @@ __all__ = [
     "use_kernels",
 ]
 
-keep_old_paths()
+# What pickles of tensors, models and optimizers name.
+name_by_package(
+    sys.modules[__name__], MasterWeightOptimizer, InputRotation, rebuild, rebuild_dense, quantize_dense_entries
+)
+name_by_package(sys.modules[__name__], *(kind for kind in Recipe.registry.values() if kind.__name__ in __all__))
+name_by_package(fsdp_hooks, Partners)
+keep_old_paths(MasterWeightOptimizer)

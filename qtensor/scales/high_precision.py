@@ -226,7 +226,7 @@ class HighPrecisionWeight(Keyed, Tensor):
         """Pickle a parameter as a parameter; any other (a state dict's entry) as the plain tensor of its values."""
         # an entry of a state dict is dense, and a file of it needs nothing of this package
         if isinstance(self, torch.nn.Parameter):
-            return _rebuild, (self.dense.detach(), self.recipe, self.requires_grad, self._partners)
+            return rebuild_dense, (self.dense.detach(), self.recipe, self.requires_grad, self._partners)
         return self.dense.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch's own has no types
@@ -338,12 +338,16 @@ def _padded_shard(weight: HighPrecisionWeight, result: Tensor) -> HighPrecisionW
     return weight._like(result, agreement=weight.agreement, padded_rows=result.shape[0])
 
 
-def _rebuild(
+def rebuild_dense(
     values: Tensor,
     recipe: Recipe,
     requires_grad: bool,  # noqa: FBT001 - called by pickle
     partners: Partners | None = None,
 ) -> Any:
+    """Make the parameter whose pickle this is."""
     weight = HighPrecisionWeight(values, recipe)
     weight._partners = partners
     return torch.nn.Parameter(weight, requires_grad=requires_grad)
+
+
+_rebuild = rebuild_dense  # as files of version 0.1 name it

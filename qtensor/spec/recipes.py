@@ -54,8 +54,6 @@ class Recipe:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.__module__.startswith("qtensor.formats."):
-            cls.__module__ = "qtensor"  # pickles name it: files move, a name that users import does not
         Recipe.registry[cls.__name__] = cls
 
     def __post_init__(self) -> None:

@@ -57,9 +57,6 @@ def rebuild(packed: dict[str, PackedPart], recipe: Recipe, dtype: torch.dtype, s
     return q.requires_grad_(state["requires_grad"])
 
 
-rebuild.__module__ = "qtensor"  # pickles name it: files move, `qtensor.rebuild` does not
-
-
 def _own_storage(part: Tensor) -> Tensor:
     """Return `part`, or a copy of it if it is a view of something larger, which pickling would drag along."""
     whole = part.untyped_storage().nbytes() == math.prod(part.shape) * part.itemsize
