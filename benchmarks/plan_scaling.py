@@ -35,8 +35,8 @@ from benchmarks import plan_scaling_figures
 from benchmarks.model_shapes import MODELS
 from benchmarks.simulated_ranks import as_rank, moved, state_dict_of
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
-from dcp_adapters.format.checksums import CHECKSUMS
-from dcp_adapters.format.manifest import MANIFEST
+from dcp_adapters.records.checksums import CHECKSUMS
+from dcp_adapters.records.manifest import MANIFEST
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
 FORMATS = {"float8_row": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}

@@ -1,11 +1,11 @@
 """Quantized tensors in PyTorch distributed checkpoints.
 
-Payloads and scales are stored as plain tensors, and stock DCP reshards them. The rooms, from the lowest to the highest;
-each imports only what stands above it here, qtensor and fsdp_hooks:
+Payloads and scales are stored as plain tensors, and stock DCP reshards them. The folders, the lowest first;
+each imports only what is listed before it, qtensor and fsdp_hooks:
 
     torch_private.py  what torch does not promise and this package relies on
     plain/            what knows nothing of quantized tensors: words, boxes, files
-    format/           what is stored, in records that all others share
+    records/          what is stored, in records that all folders after it share
     stored/           a checkpoint on disk: read without executing anything in it (reading/), inspected, verified
     save/             the save planner, and what is written in which order; staging/: copies in host memory
     load/             the load planner: compare, read in place, convert
@@ -26,10 +26,10 @@ Words: docs/glossary.md.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.expand import expand
-from dcp_adapters.format.manifest import BaseLink, Manifest
 from dcp_adapters.load.planner import QuantizedLoadPlanner
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.expand import expand
+from dcp_adapters.records.manifest import BaseLink, Manifest
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.save.staging.stager import QuantizedStager
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     )
     from dcp_adapters.digests.digest import digest, tensor_digests
     from dcp_adapters.gguf.export import export_gguf
+    from dcp_adapters.hf.exporting.engine_scales import fused_linears
     from dcp_adapters.hf.exporting.export import export_hf
-    from dcp_adapters.hf.exporting.shared_scales import fused_linears
     from dcp_adapters.hf.reading.importing import import_hf
     from dcp_adapters.streams import (
         GroupReceiver,
@@ -145,7 +145,7 @@ _HOMES = {
     "tensor_digests": "dcp_adapters.digests.digest",
     "export_gguf": "dcp_adapters.gguf.export",
     "export_hf": "dcp_adapters.hf.exporting.export",
-    "fused_linears": "dcp_adapters.hf.exporting.shared_scales",
+    "fused_linears": "dcp_adapters.hf.exporting.engine_scales",
     "import_hf": "dcp_adapters.hf.reading.importing",
     "GroupReceiver": "dcp_adapters.streams",
     "GroupSender": "dcp_adapters.streams",

@@ -5,7 +5,7 @@ itself tells (`SharedScales.shared_along`). Replicas hold equal bytes already. T
 end and reduced together, once for each distinct process group: 1 all-reduce for FSDP and HSDP, up to 2 for FSDP x TP,
 and a second one for a group whose values do not fit into the first (some thousands). The groups are read from the
 DTensor at the moment of use and stored nowhere. Values are matched by what they belong to, not by the order in which a
-rank lists them; see exchange.py. Weights that share one scale with others (partners.py) settle that behind it.
+rank lists them; see exchange.py. Weights that share one scale with others (scale_partners.py) settle that behind it.
 """
 
 import functools
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.all_gather import AllGatherHooks
 from fsdp_hooks.ranks.across_ranks import all_reduce
 from fsdp_hooks.ranks.exchange import Label, RanksDifferError, channel_of, in_order, reduce_max, tell_failure
-from fsdp_hooks.ranks.partners import Partners, check_complete, pool
+from fsdp_hooks.ranks.scale_partners import Partners, check_complete, pool
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.versions import count_writes
 from fsdp_hooks.writable import unwritable

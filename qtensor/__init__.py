@@ -1,7 +1,7 @@
 """Low-precision weights that stay low-precision.
 
-Recipes, exact numerics, `QuantizedTensor`, model wrapping and the master-weight optimizer. The rooms, from the lowest
-to the highest; each imports only what stands above it here, and fsdp_hooks:
+Recipes, exact numerics, `QuantizedTensor`, model wrapping and the master-weight optimizer. The folders, the
+lowest first; each imports only what is listed before it, and fsdp_hooks:
 
     spec/      what a format is
     numerics/  values to parts and back, at speed, and what can be said of them exactly
@@ -40,7 +40,7 @@ import sys
 
 import fsdp_hooks
 from fsdp_hooks.kernels.compiled import use_kernels
-from fsdp_hooks.ranks.partners import Partners
+from fsdp_hooks.ranks.scale_partners import Partners
 from qtensor.formats.float8 import Float8CurrentScaling, Float8Tensor
 from qtensor.formats.float8_blocks import Float8BlockScaling
 from qtensor.formats.float8_delayed import Float8DelayedScaling

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
-from dcp_adapters.format.checksums import CHECKSUMS
+from dcp_adapters.records.checksums import CHECKSUMS
 from dcp_adapters.torch_private import StorageInfo
 from fsdp_hooks import sync_scales, unsharded
 from qtensor import Float8CurrentScaling, MasterWeightOptimizer, NVFP4BlockScaling, quantize, quantized_model_init

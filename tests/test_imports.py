@@ -36,7 +36,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
         *("scales", "optim", "model", "merging", "."),
     ),
     "dcp_adapters": (
-        *("torch_private", "plain", "format", "delta.coding", "stored.reading", "stored", "save.staging"),
+        *("torch_private", "plain", "records", "delta.coding", "stored.reading", "stored", "save.staging"),
         *("save.write_items", "save.steps", "save", "load", "convert"),
         *("hf.files", "hf.layouts", "hf.models", "hf.reading", "hf.sources", "hf.exporting", "hf", "gguf", "digests"),
         *("delta.patches", "delta", "streams", "cli", "cli.report", "."),
@@ -338,7 +338,7 @@ import dcp_adapters
 print(*sorted(set(sys.modules) - before))
 """
 # folders of dcp_adapters that saves and loads need, and how many modules with them and those of the lower packages
-NEEDED = ("torch_private", "plain", "format", "stored", "save", "load", "delta.coding")
+NEEDED = ("torch_private", "plain", "records", "stored", "save", "load", "delta.coding")
 MODULES = 200
 
 

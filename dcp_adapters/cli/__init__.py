@@ -5,7 +5,7 @@ arguments.py    arguments that several commands have
 printing.py     exit status, results, warnings
 report/         the command `report`: a page with pictures
 
-Each other file is the command of its name. A command has ABOUT and EXAMPLES, which `--help` shows, `add_arguments`, and
-`run`, which returns the exit status; it is imported when it is run. Most commands leave the work to other folders;
-diff and digest do it themselves.
+inspect, verify, digest, diff, convert, export, delta, apply: each file is the command of its name. A command has
+ABOUT and EXAMPLES, which `--help` shows, `add_arguments`, and `run`, which returns the exit status; it is imported when
+it is run. Most commands leave the work to other folders; diff and digest do it themselves.
 """

@@ -2,8 +2,8 @@
 
 import argparse
 
-from dcp_adapters.format.source import Stored
 from dcp_adapters.hf.reading.stored_directory import StoredDirectory, is_directory
+from dcp_adapters.records.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from dcp_adapters.cli.arguments import add_checksums, add_json, add_progress, open_stored
 from dcp_adapters.cli.printing import FINE, show, warn
 from dcp_adapters.convert.convert_checkpoint import convert_checkpoint, plan_conversion
-from dcp_adapters.format.recipe_names import DTYPES, find_target, short_names
 from dcp_adapters.plain.progress_bar import progress_bar
+from dcp_adapters.records.recipe_names import DTYPES, find_target, short_names
 
 ABOUT = """\
 Write a copy of SRC with tensors in another format: from recipe to recipe, from quantized to dense, from dense to

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from dcp_adapters.cli.arguments import add_json, add_progress, open_stored
 from dcp_adapters.cli.printing import FINE, FOUND, show
-from dcp_adapters.format.entry import Entry, parts_of
-from dcp_adapters.format.recipe_names import dtype_name
-from dcp_adapters.format.source import Stored
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress, progress_bar
 from dcp_adapters.plain.tables import table
 from dcp_adapters.plain.words import in_natural_order
+from dcp_adapters.records.entry import Entry, parts_of
+from dcp_adapters.records.recipe_names import dtype_name
+from dcp_adapters.records.source import Stored
 from dcp_adapters.stored.numeric_error import SLICE, Error, error_between
 
 FORMAT = "dcp_adapters.diff/1"

@@ -8,10 +8,10 @@ from typing import Any
 from dcp_adapters.cli.arguments import add_json, add_progress
 from dcp_adapters.cli.printing import FINE, FOUND, show
 from dcp_adapters.digests.stored import source_digests, stored_source
-from dcp_adapters.format.weight_sums import DigestDifference, add_twins, first_difference, whole_digest
 from dcp_adapters.hf.reading.stored_directory import is_directory
 from dcp_adapters.hf.sources.sources import StoredSource
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress, progress_bar
+from dcp_adapters.records.weight_sums import DigestDifference, add_twins, first_difference, whole_digest
 
 FORMAT = "dcp_adapters.digest/1"
 KINDS = {

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from dcp_adapters.format.recipe_names import dtype_name, recipe_label
 from dcp_adapters.plain.tables import table
+from dcp_adapters.records.recipe_names import dtype_name, recipe_label
 from dcp_adapters.stored.numeric_error import Error
 from qtensor.spec.recipes import Recipe
 

@@ -30,14 +30,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_adapters.convert.conversion_outcome import Converted, Outcome, Target
-from dcp_adapters.format.entry import Entry, parts_of
-from dcp_adapters.format.manifest import mark_converted
-from dcp_adapters.format.masters import Masters
-from dcp_adapters.format.source import Stored
 from dcp_adapters.plain.durable import give_name, hidden_name, refuse_taken, remove_on_error
 from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress
 from dcp_adapters.plain.words import in_natural_order
+from dcp_adapters.records.entry import Entry, parts_of
+from dcp_adapters.records.manifest import mark_converted
+from dcp_adapters.records.masters import Masters
+from dcp_adapters.records.source import Stored
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.save.steps.checksum_table import ChecksumTable

@@ -3,6 +3,7 @@
 coding/              what changed between two tensors, as few bytes
 patches/             a delta: what it leads from and to, and its file
 make.py              a delta from two sources
+files.py             from and to checkpoints and directories on disk: write_delta, patched_copy
 chain.py             deltas in a row; full versions every so often, and what may be removed
 retention.py         the checkpoints of a run: what each is a delta to, and those that may go
 stored_states.py     checkpoints, directories and tensors as sources; with deltas applied

@@ -23,9 +23,9 @@ from dcp_adapters.delta.make import refuse_other_layout
 from dcp_adapters.delta.patches.patch import Delta
 from dcp_adapters.delta.patches.state_digest import state_digest
 from dcp_adapters.delta.shards import Shard, Shards, add_up, refuse_other_ranks, whole_group
-from dcp_adapters.format.expand import quantized_local
 from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.words import in_lines
+from dcp_adapters.records.expand import quantized_local
 from dcp_adapters.torch_private import flatten_state_dict
 from fsdp_hooks.ranks.across_ranks import ALONE, raise_together
 from fsdp_hooks.ranks.waiting import waited_for

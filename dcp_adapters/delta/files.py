@@ -26,7 +26,6 @@ from dcp_adapters.delta.patches.patch import Delta
 from dcp_adapters.delta.patches.patch_format import open_delta, save_delta
 from dcp_adapters.delta.patches.state_digest import blob_digest
 from dcp_adapters.delta.stored_states import Patched, StoredFiles, open_state
-from dcp_adapters.format.source import Stored
 from dcp_adapters.hf.files.file_digests import DIGESTS, file_tensor_digest, renewed_note
 from dcp_adapters.hf.files.header import METADATA, read_header, write_header
 from dcp_adapters.plain.durable import give_name, hidden_name, refuse_taken, remove_on_error, sync
@@ -34,6 +33,7 @@ from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.plain_memory import memory_of
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress, progress_bar
 from dcp_adapters.plain.tables import human_bytes
+from dcp_adapters.records.source import Stored
 
 DELTA_FORMAT, APPLY_FORMAT = "dcp_adapters.delta/1", "dcp_adapters.apply/1"
 

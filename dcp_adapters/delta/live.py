@@ -1,4 +1,4 @@
-"""Hold the version that a rank last sent, and find what changed since.
+"""What changed in live weights since their last delta, found by each rank in its own shards, of which it holds a copy.
 
     base = HeldVersion(model.state_dict(), version=0)      every rank keeps the bytes of its own shards, on the host
     ...                                                    training

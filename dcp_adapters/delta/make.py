@@ -10,9 +10,9 @@ from dcp_adapters.delta.patches.encoder import Encoder
 from dcp_adapters.delta.patches.layout import StateLayout, layout_differences
 from dcp_adapters.delta.patches.patch import Delta
 from dcp_adapters.delta.patches.state_digest import blob_digest, state_digest
-from dcp_adapters.format.source import Source, Stored
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress
 from dcp_adapters.plain.words import in_lines
+from dcp_adapters.records.source import Source, Stored
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 
 

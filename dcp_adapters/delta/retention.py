@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from dcp_adapters.delta.chain import refuse_one_name, removable
-from dcp_adapters.format.manifest import base_of
+from dcp_adapters.records.manifest import base_of
 from dcp_adapters.stored.reading.metadata_checks import METADATA
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 from dcp_adapters.stored.removal import linked, remove_unneeded

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.delta.patches.layout import StateLayout, layout_differences
-from dcp_adapters.format.expand import entry_of, expand_leaf, plain_leaf, refuse_hidden
-from dcp_adapters.format.placements import placement_problem
 from dcp_adapters.hf.models.adapters import renamed
 from dcp_adapters.plain.plain_memory import is_plain, why_no_bytes
 from dcp_adapters.plain.words import in_lines
+from dcp_adapters.records.expand import entry_of, expand_leaf, plain_leaf, refuse_hidden
+from dcp_adapters.records.placements import placement_problem
 from dcp_adapters.torch_private import flatten_state_dict
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 from fsdp_hooks.ranks.across_ranks import ALONE, Alone, chosen_ranks, device_of, is_counted, is_first, on_all

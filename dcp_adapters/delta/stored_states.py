@@ -17,13 +17,13 @@ from torch import Tensor
 
 from dcp_adapters.delta.coding.changes import units
 from dcp_adapters.delta.patches.patch import Delta
-from dcp_adapters.format.entry import Entry, parts_of
-from dcp_adapters.format.expand import entry_of
-from dcp_adapters.format.source import Source, Stored
 from dcp_adapters.hf.files.config_sections import said_of_quantization
 from dcp_adapters.hf.files.directory import read_directory
 from dcp_adapters.hf.reading.schemes import DTYPES
 from dcp_adapters.hf.reading.stored_directory import is_directory
+from dcp_adapters.records.entry import Entry, parts_of
+from dcp_adapters.records.expand import entry_of
+from dcp_adapters.records.source import Source, Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 
 QUANTIZATION = "quantization_config"

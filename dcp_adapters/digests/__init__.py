@@ -7,5 +7,8 @@ received.py   tensors that an engine or a stream received, read as a directory
 engine.py     the names of an engine's tensors: joined linears cut apart
 digest.py     digest, tensor_digests
 
-What the digests are made of is in dcp_adapters/format/weight_sums.py.
+Look-alikes: a checksum tells whether a file is damaged (records/checksums.py); a digest, of these modules, whether two
+places hold the same weights; fsdp_hooks/kernels/digest.py whether somebody wrote to a tensor in memory.
+
+What the digests are made of is in dcp_adapters/records/weight_sums.py.
 """

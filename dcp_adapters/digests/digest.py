@@ -11,12 +11,12 @@ from dcp_adapters.digests.received import ReceivedSource
 from dcp_adapters.digests.shares import Shares
 from dcp_adapters.digests.stored import source_digests, stored_source
 from dcp_adapters.digests.summing import sum_over_ranks, tell_failure
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.expand import entry_of
-from dcp_adapters.format.weight_sums import PartSum, tensor_digest, whole_digest
 from dcp_adapters.hf.models.architectures import architecture_of
 from dcp_adapters.hf.models.prefixes import under
 from dcp_adapters.hf.sources.live_source import flat_state, live_tensors
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.expand import entry_of
+from dcp_adapters.records.weight_sums import PartSum, tensor_digest, whole_digest
 from fsdp_hooks.ranks.across_ranks import Ranks, chosen_ranks
 from fsdp_hooks.ranks.waiting import waited_for
 from fsdp_hooks.torch_private import without_torch_function

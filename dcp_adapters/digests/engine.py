@@ -5,15 +5,15 @@
     l.self_attn.qkv_proj.input_scale []                      ->   the same for each of the three linears
     l.self_attn.qkv_proj.weight_scale [3]                    ->   one for each
 
-A function of names and shapes: which linears are joined is in hf/files/names.py, how many rows each has is given. What
-an engine did beyond that (another order of bytes for its kernels, say) is not undone here.
+A function of names and shapes: which linears are joined is in hf/files/engine_names.py, how many rows each has is
+given. What an engine did beyond that (another order of bytes for its kernels, say) is not undone here.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
-from dcp_adapters.hf.files.names import JOINED
+from dcp_adapters.hf.files.engine_names import JOINED
 
 BLOCKS = (1, 128)  # rows of a weight behind one row of its scales
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.source import Source
 from dcp_adapters.hf.files.directory import Directory, FileTensor
 from dcp_adapters.hf.layouts.rotations import said_tensor
 from dcp_adapters.hf.models.architectures import Architecture
@@ -19,6 +17,8 @@ from dcp_adapters.hf.models.wanted_names import wanted_names
 from dcp_adapters.hf.reading.as_checkpoint import presented, renamed
 from dcp_adapters.hf.reading.schemes import DTYPES, contents_of, weight_of
 from dcp_adapters.plain.plain_memory import is_plain
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.source import Source
 from fsdp_hooks.kernels.byte_sums import TensorPiece
 
 WORDS = {dtype: word for word, dtype in DTYPES.items()}

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.format.entry import PartShape
-from dcp_adapters.format.expand import entry_of, quantized_local, settled_parts
-from dcp_adapters.format.part_places import Box, box_of
-from dcp_adapters.format.placements import placement_problem
-from dcp_adapters.format.weight_sums import digested_parts
 from dcp_adapters.plain.plain_memory import why_no_bytes
+from dcp_adapters.records.entry import PartShape
+from dcp_adapters.records.expand import entry_of, quantized_local, settled_parts
+from dcp_adapters.records.part_places import Box, box_of
+from dcp_adapters.records.placements import placement_problem
+from dcp_adapters.records.weight_sums import digested_parts
 from fsdp_hooks.kernels.byte_sums import TensorPiece
 from fsdp_hooks.ranks.across_ranks import Ranks, is_counted, is_first
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of

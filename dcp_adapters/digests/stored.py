@@ -4,13 +4,13 @@ import math
 import os
 from collections.abc import Mapping
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.source import Source
-from dcp_adapters.format.weight_sums import PartSum, digested_parts, tensor_digest
 from dcp_adapters.hf.models.architectures import Architecture
 from dcp_adapters.hf.reading.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.hf.sources.sources import StoredSource
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.source import Source
+from dcp_adapters.records.weight_sums import PartSum, digested_parts, tensor_digest
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from fsdp_hooks.kernels.byte_sums import byte_sums
 

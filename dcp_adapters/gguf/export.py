@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcp_adapters.format.source import Keep, Source
 from dcp_adapters.gguf.library import import_gguf
 from dcp_adapters.gguf.like import OF_CONFIG, OF_FILE, Like, open_like, read_like
 from dcp_adapters.gguf.plan import GGUF, GGUFTensor, make_tensors, tensors_of
@@ -36,6 +35,7 @@ from dcp_adapters.hf.models.adapters import check_adapters
 from dcp_adapters.plain.durable import give_file_name, hidden_name, sync
 from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.progress_bar import Advance, progress_bar
+from dcp_adapters.records.source import Keep, Source
 from fsdp_hooks.ranks.across_ranks import Ranks, chosen_ranks, global_ranks, is_first, on_all, on_first
 from fsdp_hooks.ranks.waiting import waited_for
 

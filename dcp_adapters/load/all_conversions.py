@@ -38,7 +38,7 @@ from dcp_adapters.load.conversion import Conversion
 from dcp_adapters.torch_private import ProcessGroupGloo, all_reduce_max, gloo_group
 from fsdp_hooks.ranks.across_ranks import rank_of
 from fsdp_hooks.ranks.exchange import Channel, RanksDifferError, in_order, reduce_max, tell_failure
-from fsdp_hooks.ranks.partners import pool
+from fsdp_hooks.ranks.scale_partners import pool
 
 LOG = logging.getLogger(__name__)
 Writing = Callable[[str], contextlib.AbstractContextManager[None]]

@@ -12,12 +12,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.format.checksums import CHECKSUMS
-from dcp_adapters.format.entry import Entry, owners_of
-from dcp_adapters.format.expand import Leaf, entries_of
-from dcp_adapters.format.manifest import MANIFEST, Manifest
-from dcp_adapters.format.placements import placement_problem
-from dcp_adapters.format.rotations import block_of, has_weight, markers_among, say_inputs, weight_beside
+from dcp_adapters.records.checksums import CHECKSUMS
+from dcp_adapters.records.entry import Entry, owners_of
+from dcp_adapters.records.expand import Leaf, entries_of
+from dcp_adapters.records.manifest import MANIFEST, Manifest
+from dcp_adapters.records.placements import placement_problem
+from dcp_adapters.records.rotations import block_of, has_weight, markers_among, say_inputs, weight_beside
 from fsdp_hooks.torch_private import without_torch_function
 
 # Dtypes whose elements are the values themselves; float8 elements are codes under some scale.

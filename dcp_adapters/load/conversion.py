@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.expand import Leaf
-from dcp_adapters.format.part_places import Box, box_of
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.expand import Leaf
+from dcp_adapters.records.part_places import Box, box_of
 from fsdp_hooks.scale_sync import cuts_of, groups_of, label_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
 from fsdp_hooks.versions import count_writes

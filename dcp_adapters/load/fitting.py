@@ -26,9 +26,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_adapters.format.checksums import CHECKSUMS
-from dcp_adapters.format.expand import leaves_of
-from dcp_adapters.format.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.load.all_conversions import Conversions
 from dcp_adapters.load.compare import LoadTarget, differences, lacking, stored_names, to_convert
 from dcp_adapters.load.conversion import Conversion
@@ -37,6 +34,9 @@ from dcp_adapters.load.live_parts import local_parts, not_writable, vectors_of
 from dcp_adapters.load.read_items import ReadItems
 from dcp_adapters.load.together import RankShare, misfit
 from dcp_adapters.plain.words import in_lines
+from dcp_adapters.records.checksums import CHECKSUMS
+from dcp_adapters.records.expand import leaves_of
+from dcp_adapters.records.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.stored.reading.metadata_checks import own_buffer
 from fsdp_hooks.ranks.across_ranks import ranks_of
 from fsdp_hooks.torch_private import cpu_by_default, without_torch_function

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dcp_adapters.format.expand import Leaf, merge, settled_parts
-from dcp_adapters.format.part_places import Box, PartBoxes
 from dcp_adapters.plain.plain_memory import plain_among
+from dcp_adapters.records.expand import Leaf, merge, settled_parts
+from dcp_adapters.records.part_places import Box, PartBoxes
 from fsdp_hooks.torch_private import local_of, without_torch_function
 from fsdp_hooks.writable import unwritable
 from qtensor.spec.registry import tensor_wide

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_adapters.format.entry import parts_of
 from dcp_adapters.plain.plain_memory import plain_among
+from dcp_adapters.records.entry import parts_of
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 from fsdp_hooks.torch_private import named_locals_of
 from fsdp_hooks.writable import meeting

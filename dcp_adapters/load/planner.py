@@ -33,8 +33,6 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_adapters.format.checksums import CHECKSUMS, Verification
-from dcp_adapters.format.manifest import MANIFEST, Manifest
 from dcp_adapters.load.all_conversions import unequal
 from dcp_adapters.load.compare import OWN, recipe_differences
 from dcp_adapters.load.fitting import Fitted, fit
@@ -42,6 +40,8 @@ from dcp_adapters.load.one_memory import OneMemory
 from dcp_adapters.load.together import refuse_lacking, refuse_nothing
 from dcp_adapters.load.unpickling import unpickled
 from dcp_adapters.plain.words import in_lines
+from dcp_adapters.records.checksums import CHECKSUMS, Verification
+from dcp_adapters.records.manifest import MANIFEST, Manifest
 from dcp_adapters.stored.reading.metadata_checks import stored_chunk
 from dcp_adapters.stored.reading.order import (
     chunks_by_file,

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.format.part_places import Box
+from dcp_adapters.records.part_places import Box
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of, without_torch_function
 
 PLAIN = (Tensor, nn.Parameter)  # classes of tensors that are one box; others may tell DCP of several

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_adapters.format.manifest import Manifest
 from dcp_adapters.load.compare import OWN, Container, LoadTarget, not_among, owners_in
 from dcp_adapters.load.coverage import Parts
 from dcp_adapters.plain.words import few_of, in_lines
+from dcp_adapters.records.manifest import Manifest
 
 SHOWN = 3  # names in a sentence
 MISFIT = "the checkpoint does not fit the target; nothing has been loaded:"

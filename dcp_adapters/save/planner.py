@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_adapters.format.manifest import MANIFEST, MANIFEST_JSON, tensor_of
+from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON, tensor_of
 from dcp_adapters.save.global_plan import global_plan
 from dcp_adapters.save.refusals import refuse_bytes_in_safetensors, refuse_taken_names
 from dcp_adapters.save.save_log import LOG, SaveLog

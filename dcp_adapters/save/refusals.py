@@ -6,8 +6,8 @@ from typing import Any
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from dcp_adapters.format.checksums import CHECKSUMS
-from dcp_adapters.format.manifest import MANIFEST
+from dcp_adapters.records.checksums import CHECKSUMS
+from dcp_adapters.records.manifest import MANIFEST
 from dcp_adapters.torch_private import writes_safetensors
 
 

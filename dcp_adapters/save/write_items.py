@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.format.expand import leaves_of, settled_parts
-from dcp_adapters.format.part_places import box_of, placement_key
 from dcp_adapters.plain.plain_memory import refuse_without_bytes
+from dcp_adapters.records.expand import leaves_of, settled_parts
+from dcp_adapters.records.part_places import box_of, placement_key
 from fsdp_hooks.torch_private import local_of, without_torch_function
 from qtensor.spec.registry import specs_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_adapters.format.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.manifest import MANIFEST, Manifest, converted_names, manifest_of
-from dcp_adapters.format.source import Stored
+from dcp_adapters.records.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.manifest import MANIFEST, Manifest, converted_names, manifest_of
+from dcp_adapters.records.source import Stored
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 from dcp_adapters.stored.reading.rebuilding import Rebuilding
 from fsdp_hooks.kernels.byte_sums import TensorPiece

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.masters import Masters, explain_left_out
-from dcp_adapters.format.soundness import DenseCheck, Level, Problem, TensorCheck, cut, find_unfit, slabs
-from dcp_adapters.format.source import Stored
 from dcp_adapters.plain.words import few_of
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.masters import Masters, explain_left_out
+from dcp_adapters.records.soundness import DenseCheck, Level, Problem, TensorCheck, cut, find_unfit, slabs
+from dcp_adapters.records.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.findings import Finding, VerifyReport
 from qtensor.spec.registry import specs_of

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from dcp_adapters.format.checksums import CHECKSUMS
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.manifest import MANIFEST, Manifest
-from dcp_adapters.format.weight_sums import PartSum, digested_parts, tensor_digest
+from dcp_adapters.records.checksums import CHECKSUMS
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.manifest import MANIFEST, Manifest
+from dcp_adapters.records.weight_sums import PartSum, digested_parts, tensor_digest
 from dcp_adapters.stored.reading.metadata_checks import METADATA, Fault
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.recipe_names import dtype_name
-from dcp_adapters.format.source import Stored
 from dcp_adapters.plain.tables import human_bytes, table
 from dcp_adapters.plain.words import in_natural_order
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.recipe_names import dtype_name
+from dcp_adapters.records.source import Stored
 from qtensor.spec.selection import matches
 
 FORMAT = "dcp_adapters.inspect/1"

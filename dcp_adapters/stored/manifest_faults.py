@@ -2,7 +2,7 @@
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcp_adapters.format.manifest import Manifest
+from dcp_adapters.records.manifest import Manifest
 from dcp_adapters.stored.reading.metadata_checks import METADATA, Fault
 from qtensor.spec.registry import part_names
 

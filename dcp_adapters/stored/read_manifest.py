@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_adapters.format.manifest import MANIFEST, Manifest, manifest_of
+from dcp_adapters.records.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.stored.reading.metadata_checks import own_buffer
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 

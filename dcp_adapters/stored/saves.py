@@ -21,9 +21,9 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from dcp_adapters.format.manifest import base_of
-from dcp_adapters.format.soundness import Level, check_level
 from dcp_adapters.plain.words import few_of
+from dcp_adapters.records.manifest import base_of
+from dcp_adapters.records.soundness import Level, check_level
 from dcp_adapters.stored.reading.metadata_checks import METADATA
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 from dcp_adapters.stored.removal import is_save, remove_unneeded

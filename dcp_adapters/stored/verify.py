@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_adapters.format.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
-from dcp_adapters.format.manifest import MANIFEST, Manifest, manifest_of
-from dcp_adapters.format.soundness import Level, check_level
 from dcp_adapters.plain.words import few_of
+from dcp_adapters.records.checksums import CHECKSUMS, ROW, chunk_key, digest_of, rows_of
+from dcp_adapters.records.manifest import MANIFEST, Manifest, manifest_of
+from dcp_adapters.records.soundness import Level, check_level
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.deep import and_deep
 from dcp_adapters.stored.digest_check import DigestCheck

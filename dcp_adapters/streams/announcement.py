@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dcp_adapters.format.recipe_names import dtype_name
+from dcp_adapters.records.recipe_names import dtype_name
 from dcp_adapters.streams.buckets import TensorRecord, buckets_of, room_of
 
 DELTA = "delta"  # the name of its bytes

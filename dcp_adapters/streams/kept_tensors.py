@@ -1,4 +1,4 @@
-"""The tensors that a stream handed out last, kept on the host, and what the next pass changes in them.
+"""What changed in exported tensors since the version that a stream handed out last, which it keeps on the host.
 
     a pass     each tensor, as it comes, is compared with the kept one; its changes are staged
     complete   the staged changes move the kept tensors to the new version; a pass that was left, or failed, is dropped
@@ -19,7 +19,7 @@ from dcp_adapters.delta.patches.encoder import Encoder
 from dcp_adapters.delta.patches.layout import StateLayout
 from dcp_adapters.delta.patches.patch import Delta
 from dcp_adapters.delta.patches.state_digest import state_digest
-from dcp_adapters.format.entry import Entry
+from dcp_adapters.records.entry import Entry
 from dcp_adapters.streams.buckets import TensorRecord
 
 

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dcp_adapters.delta.patches.patch import Delta
-from dcp_adapters.format.recipe_names import dtype_name
-from dcp_adapters.format.source import Keep, Source
 from dcp_adapters.hf.exporting.config import model_config
 from dcp_adapters.hf.exporting.groups import groups_of
 from dcp_adapters.hf.exporting.making import Job, in_groups, made_tensors, own_groups
@@ -34,6 +32,8 @@ from dcp_adapters.hf.layouts.registry import layout_named
 from dcp_adapters.hf.models.adapters import check_adapters
 from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.progress_bar import progress_bar
+from dcp_adapters.records.recipe_names import dtype_name
+from dcp_adapters.records.source import Keep, Source
 from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import TensorRecord, bucket_sizes, buckets_of, difference
 from dcp_adapters.streams.kept_tensors import KeptTensors, Pass

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dcp_adapters.format.entry import Entry
 from dcp_adapters.gguf.like import open_like, read_like
 from dcp_adapters.gguf.plan import GGUF, tensors_of
 from dcp_adapters.hf.exporting.config import model_config, shard_size
@@ -26,6 +25,7 @@ from dcp_adapters.hf.layouts.registry import layout_named
 from dcp_adapters.hf.reading.importing import check_import
 from dcp_adapters.hf.reading.schemes import is_quantized
 from dcp_adapters.plain.durable import refuse_taken
+from dcp_adapters.records.entry import Entry
 from fsdp_hooks.ranks.across_ranks import on_all, on_first, ranks_of
 from layerwise.command.config import PICTURES, Config
 from layerwise.command.data import read_samples

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dcp_adapters.format.recipe_names import short_names
+from dcp_adapters.records.recipe_names import short_names
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.command.config import CalibrationKeys, Config, DataKeys, ModelKeys, OutputKeys, SearchKeys, problems_of
 from layerwise.command.keys import Key, WrongValueError, converted, found_words, keys_of, unknown_words

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from dcp_adapters.hf.files.names import fused_key
+from dcp_adapters.hf.files.engine_names import fused_key
 from qtensor.formats.float8_delayed import Float8DelayedScaling
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import check_shape, registered, specs_of

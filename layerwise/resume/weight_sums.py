@@ -18,8 +18,8 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.format.expand import expand_leaf, plain_leaf, quantized_local
-from dcp_adapters.format.placements import placement_problem
+from dcp_adapters.records.expand import expand_leaf, plain_leaf, quantized_local
+from dcp_adapters.records.placements import placement_problem
 from fsdp_hooks.kernels.digest import GOLDEN, LOW, MIX, MIX_FIRST
 from fsdp_hooks.ranks.across_ranks import device_of, is_first, ranks_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of

@@ -7,7 +7,7 @@ search             a run that measures formats
 one_stage/         the work of one stage: calibrated, or measured in each format
 outcome            what is kept of a stage: this rank's rows
 kv_cache           the option for a key/value cache, and its scales
-notes              what a checkpoint notes of stages, looked at before a run goes on from it
+checkpoint_notes   what a checkpoint notes of stages, looked at before a run goes on from it
 events             what a run tells while it goes on: events, a bar, a log
 result             what `calibrate` returns
 

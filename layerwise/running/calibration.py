@@ -10,7 +10,7 @@ from fsdp_hooks.wrappers import plain_parameters
 from layerwise.inputs.replaying.replay import Replay
 from layerwise.resume.checkpoints import CalibrationCheckpoint
 from layerwise.resume.progress import Window
-from layerwise.running.notes import check_notes
+from layerwise.running.checkpoint_notes import check_notes
 from layerwise.running.one_stage.calibrate_stage import Calibrated, calibrate_stage
 from layerwise.running.outcome import StageOutcome, outcome_of, placeholders, restore_outcome
 from layerwise.running.run import LayerwiseRun

@@ -164,7 +164,7 @@ def restore_outcome(
     Args:
         stage: sharded, with the weights it had before the calibration.
         recipe: the format of all targets, or of each.
-        note: what `StageOutcome.to_json` gave; looked at already (notes.py).
+        note: what `StageOutcome.to_json` gave; looked at already (checkpoint_notes.py).
         state: what was loaded into `placeholders`.
         source: has the rows of targets before the calibration, for a state of scales only.
     """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from dcp_adapters.hf.files.names import fused_key
+from dcp_adapters.hf.files.engine_names import fused_key
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.wrappers import plain_modules
 from layerwise.formats.assignment import Assignment, Formats, all_recipes, recipe_of

@@ -7,5 +7,7 @@ expert_calls what a block of experts is called with, and what sends tokens to on
 every_token  sends every token of a block to each of its experts, for statistics alone
 collector    collects these for all groups of a layer
 statistics   the groups that all ranks have together, and their totals over all ranks, one at a time
+unquantized_inputs  the inputs of one batch in the unquantized model, beside those in the quantized one
+lineage      which row of one tensor stands for the same token as which row of another
 exact_sum    sums whose bits do not depend on order or ranks
 """

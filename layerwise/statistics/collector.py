@@ -33,8 +33,8 @@ from layerwise.stages.targets import linear_names
 from layerwise.statistics.accumulated import Accumulated, BatchStatistics, measure
 from layerwise.statistics.every_token import EveryToken
 from layerwise.statistics.lineage import Lineage
-from layerwise.statistics.partners import Partner, UnquantizedInputs, origin_of
 from layerwise.statistics.statistics import Names, Part, Statistics
+from layerwise.statistics.unquantized_inputs import Partner, UnquantizedInputs, origin_of
 from layerwise.statistics.watching import PRODUCTS_SEEN, Product, Watch, WeightsByStorage
 
 SAMPLE_BATCHES = 4  # of which rows are kept

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.rotations import blocks_in, has_weight, rotations_in, say_inputs, weight_beside
 from dcp_adapters.hf.models.architectures import architecture_of
 from dcp_adapters.hf.reading.reader import HuggingFaceReader
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.rotations import blocks_in, has_weight, rotations_in, say_inputs, weight_beside
 from fsdp_hooks.torch_private import cpu_by_default
 from fsdp_hooks.wrappers import plain_modules
 from layerwise.stages.caller import caller

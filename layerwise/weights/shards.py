@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dcp_adapters.format.placements import placement_problem
+from dcp_adapters.records.placements import placement_problem
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, dtensor_around, dtensor_like, local_of
 from fsdp_hooks.versions import count_writes
 from layerwise.stages.targets import Target

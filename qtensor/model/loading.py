@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.ranks.partners import pool
+from fsdp_hooks.ranks.scale_partners import pool
 from fsdp_hooks.scale_sync import groups_sharing, label_of, max_over_groups, partners_of, tell_groups
 from fsdp_hooks.torch_private import dtensor_around, local_of
 from fsdp_hooks.wrappers import CHECKPOINTED

@@ -3,7 +3,7 @@
 table.py           the table, and what copies, allocates and requantizes
 views.py           other looks at the same bytes
 redistribute.py    collectives of `full_tensor()` and `distribute_tensor()`
-joined.py          concatenation and stacking
+joined.py          `torch.cat` of flat weights, which DDP's first broadcast makes
 optimizer_ops.py   what optimizers do besides in-place updates
 stochastic.py      writes whose expectation is exact
 lost_updates.py    tells of updates that rounding takes back

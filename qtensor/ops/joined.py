@@ -1,4 +1,4 @@
-"""DistributedDataParallel's first broadcast: quantized and dense weights joined, sent part by part, and cut again.
+"""`torch.cat` of flat weights, as DistributedDataParallel's first broadcast makes it: sent part by part, and cut again.
 
 DDP (like other code that syncs a module's state before training) flattens the parameters of each dtype, broadcasts rank
 0's and copies the pieces back:

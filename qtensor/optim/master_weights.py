@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_hooks.ranks.partners import check_complete
+from fsdp_hooks.ranks.scale_partners import check_complete
 from fsdp_hooks.scale_sync import (
     SharedScales,
     agree_on_scales,

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.ranks.exchange import Label
-from fsdp_hooks.ranks.partners import check_complete, pool
+from fsdp_hooks.ranks.scale_partners import check_complete, pool
 from fsdp_hooks.scale_sync import MEETING, SharedScales, cuts_of, max_over_groups, meeting_of, tell_groups
 from fsdp_hooks.torch_private import local_of
 from qtensor.optim.batches import claims_of

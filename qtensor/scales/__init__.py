@@ -23,7 +23,7 @@ Bytes that do not depend on the number of ranks need one value for each of these
     2. agree    the maximum of all claims, by one all-reduce a group      fsdp_hooks/scale_sync.py: over which ranks
                 for the whole model                                       fsdp_hooks/ranks/exchange.py: the message, and
                                                                           the proof that all ranks mean the same weights
-                then the maximum over weights that share one scale,       fsdp_hooks/ranks/partners.py
+                then the maximum over weights that share one scale,       fsdp_hooks/ranks/scale_partners.py
                 of numbers that are there already
     3. write    the values are quantized under what was agreed on         tensor/contents.py, optim/batches.py
                 bytes alone move onto the largest scale                   agreement.py: QuantizedScales.adopt

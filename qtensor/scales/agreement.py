@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.ranks.partners import Partners
+from fsdp_hooks.ranks.scale_partners import Partners
 from fsdp_hooks.scale_sync import scales_of_shard
 from qtensor.numerics import kernels
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of

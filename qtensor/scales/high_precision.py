@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fsdp_hooks.all_gather import Sharding
 from fsdp_hooks.lazy_bits import call_resolved, resolve
-from fsdp_hooks.ranks.partners import Partners
+from fsdp_hooks.ranks.scale_partners import Partners
 from fsdp_hooks.scale_sync import scales_of_shard
 from fsdp_hooks.torch_private import (
     is_described,

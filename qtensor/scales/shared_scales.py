@@ -1,4 +1,4 @@
-"""Weights that share one tensor-wide scale: what an engine runs as one linear is quantized as one.
+"""`share_scales`: the user says which weights share one scale, so that what an engine runs as one is quantized as one.
 
     scale of each = the scale that the largest magnitude among all of them asks for
 
@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.ranks.partners import Partners
+from fsdp_hooks.ranks.scale_partners import Partners
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.wrappers import plain_modules
 from qtensor.scales.high_precision import HighPrecisionWeight

@@ -15,7 +15,7 @@ MOVED = {
     "qtensor.high_precision": "qtensor.scales.high_precision",
     "qtensor.loading": "qtensor.model.loading",
     "qtensor.input_rotation": "qtensor.products.input_rotation",
-    "fsdp_hooks.partners": "fsdp_hooks.ranks.partners",
+    "fsdp_hooks.partners": "fsdp_hooks.ranks.scale_partners",
     **{
         f"qtensor.{name}": f"qtensor.formats.{name}"
         for name in ("float8", "float8_blocks", "float8_delayed", "int4", "mxfp4", "mxfp8", "nvfp4")

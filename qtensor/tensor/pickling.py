@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Sharding, ShardRows
-from fsdp_hooks.ranks.partners import Partners
+from fsdp_hooks.ranks.scale_partners import Partners
 from qtensor.spec.lens import Lens
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import registered

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.all_gather import AT_REST, AllGatherHooks, Sharding
 from fsdp_hooks.lazy_bits import call_resolved
-from fsdp_hooks.ranks.partners import Partners
+from fsdp_hooks.ranks.scale_partners import Partners
 from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
 from qtensor.numerics import kernels
 from qtensor.numerics.graph_key import THIS_CODE, Keyed, KeyTag

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Placement, distribute_
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
-from dcp_adapters.format.expand import expand_leaf, quantized_local
+from dcp_adapters.records.expand import expand_leaf, quantized_local
 from qtensor import quantize
 from tests import recipes
 

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_adapters import Manifest
-from dcp_adapters.format.checksums import CHECKSUMS, chunk_key, digest_of
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.manifest import MANIFEST, MANIFEST_JSON
+from dcp_adapters.records.checksums import CHECKSUMS, chunk_key, digest_of
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON
 from dcp_adapters.torch_private import StorageInfo
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import values

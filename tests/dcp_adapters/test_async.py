@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters import QuantizedSavePlanner, expand
-from dcp_adapters.format.expand import quantized_local
+from dcp_adapters.records.expand import quantized_local
 from qtensor import MasterWeightOptimizer, QuantizedTensor, high_precision_init_val, quantized_model_init
 from qtensor.tensor.contents import initial_value
 from tests.dcp_adapters.cases import (

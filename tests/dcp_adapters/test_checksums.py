@@ -16,7 +16,7 @@ import xxhash
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from dcp_adapters import QuantizedSavePlanner, QuantizedStager
-from dcp_adapters.format.checksums import CHECKSUMS, chunk_key, digest_of
+from dcp_adapters.records.checksums import CHECKSUMS, chunk_key, digest_of
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, alone, bits, models, reference, save, values
 from tests.ranks import run_ranks

@@ -16,9 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_adapters.cli.main import COMMANDS, main
-from dcp_adapters.format.recipe_names import find_target, recipe_label, short_names
 from dcp_adapters.plain.tables import table
 from dcp_adapters.plain.words import in_natural_order
+from dcp_adapters.records.recipe_names import find_target, recipe_label, short_names
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from qtensor import (
     Float8CurrentScaling,

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from dcp_adapters.convert.convert_checkpoint import ConversionRefused, EntryStream, convert_checkpoint, plan_conversion
-from dcp_adapters.format.checksums import CHECKSUMS, chunk_key, digest_of
+from dcp_adapters.records.checksums import CHECKSUMS, chunk_key, digest_of
 from dcp_adapters.stored.checkpoint import CheckpointUnusable, StoredCheckpoint
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import EVERY, RECIPES, alone, bits, held, load, models, placed, save, values

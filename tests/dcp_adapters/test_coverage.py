@@ -29,10 +29,10 @@ from torch.distributed.tensor import Shard
 
 from dcp_adapters import SafeFileSystemReader, export_hf
 from dcp_adapters.cli.main import main
-from dcp_adapters.format.checksums import CHECKSUMS
-from dcp_adapters.format.manifest import MANIFEST
 from dcp_adapters.load.coverage import coverage_problems, parts_of_target
 from dcp_adapters.plain.tiling import tiling_fault
+from dcp_adapters.records.checksums import CHECKSUMS
+from dcp_adapters.records.manifest import MANIFEST
 from dcp_adapters.stored.reading.places import check_archives
 from dcp_adapters.torch_private import StorageInfo
 from qtensor import quantize

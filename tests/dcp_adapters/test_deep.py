@@ -19,10 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_adapters import QuantizedSavePlanner, export_hf
 from dcp_adapters.cli.main import main
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.masters import NAMELESS, OTHER_SHAPE, Masters
-from dcp_adapters.format.soundness import BOTH, FRESH, WRITTEN
 from dcp_adapters.hf.reading.delayed import history_of
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.masters import NAMELESS, OTHER_SHAPE, Masters
+from dcp_adapters.records.soundness import BOTH, FRESH, WRITTEN
 from dcp_adapters.save.steps.unsound import _cut_dims, refuse_mixtures, refuse_unsound
 from dcp_adapters.stored.deep import CONVERTED
 from dcp_adapters.stored.verify import verify

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.expand import leaves_of
-from dcp_adapters.format.manifest import Manifest
 from dcp_adapters.load import compare as comparison
 from dcp_adapters.load.compare import TOO_LATE, LoadTarget, lacking, recipe_differences, to_convert
 from dcp_adapters.load.together import only_stored
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.expand import leaves_of
+from dcp_adapters.records.manifest import Manifest
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
 MX, NV = MXFP8BlockScaling(), NVFP4BlockScaling()

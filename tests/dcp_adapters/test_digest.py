@@ -19,7 +19,7 @@ from dcp_adapters import digest, tensor_digests
 from dcp_adapters.cli.main import main
 from dcp_adapters.delta.live import HeldVersion
 from dcp_adapters.digests import summing
-from dcp_adapters.format.weight_sums import DigestDifference, add_twins, first_difference
+from dcp_adapters.records.weight_sums import DigestDifference, add_twins, first_difference
 from qtensor import Float8DelayedScaling, MXFP8BlockScaling, quantize, quantized_model_init
 from tests import weight_digests
 from tests.dcp_adapters.cases import EVERY, arbitrary, load, local_of, model, models, placed, reference, save, values

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
 from dcp_adapters import QuantizedSavePlanner, QuantizedStager, SafeFileSystemReader, export_hf
-from dcp_adapters.format.checksums import CHECKSUMS, checksum_table, chunk_key, digest_of, rows_of
 from dcp_adapters.plain.plain_memory import memory_of
+from dcp_adapters.records.checksums import CHECKSUMS, checksum_table, chunk_key, digest_of, rows_of
 from dcp_adapters.stored.verify import verify
 from qtensor import quantize
 from qtensor.tensor.quantized_tensor import QuantizedTensor

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
-from dcp_adapters.format.manifest import MANIFEST
+from dcp_adapters.records.manifest import MANIFEST
 from fsdp_hooks import sync_scales
 from qtensor import QuantizedTensor, quantized_model_init
 from qtensor.scales.high_precision import HighPrecisionWeight

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_adapters import Manifest, QuantizedLoadPlanner, SafeFileSystemReader, read_manifest
-from dcp_adapters.format.manifest import MANIFEST, MANIFEST_JSON
+from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON
 from dcp_adapters.stored.reading.metadata_checks import holding_faults, record_faults
 from dcp_adapters.stored.reading.places import file_faults
 from dcp_adapters.stored.verify import verify

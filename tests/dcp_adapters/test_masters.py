@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_adapters.cli.main import main
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.masters import NAMELESS, NO_PARAMETER, NUMBERED, OTHER_DTYPE, OTHER_SHAPE, TWICE, Masters
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.masters import NAMELESS, NO_PARAMETER, NUMBERED, OTHER_DTYPE, OTHER_SHAPE, TWICE, Masters
 from dcp_adapters.stored.verify import verify
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, quantize, quantize_
 from tests.dcp_adapters.cases import placed, save, values

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from dcp_adapters import HeldVersion, digest
 from dcp_adapters.cli.digest import Side
 from dcp_adapters.cli.main import main
-from dcp_adapters.format.manifest import Manifest
 from dcp_adapters.hf.reading.verify_directory import verify_directory
+from dcp_adapters.records.manifest import Manifest
 from dcp_adapters.stored.digest_check import DigestCheck
 from dcp_adapters.stored.numeric_error import error_between
 from dcp_adapters.stored.verify import verify

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_adapters.format.placements import placement_problem
+from dcp_adapters.records.placements import placement_problem
 from fsdp_hooks.torch_private import dtensor_around
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, held, load, save, values

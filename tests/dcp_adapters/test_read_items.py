@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import Replicate
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, expand
-from dcp_adapters.format.part_places import PartBoxes
 from dcp_adapters.load import read_items
+from dcp_adapters.records.part_places import PartBoxes
 from fsdp_hooks.torch_private import dtensor_around
 from tests.dcp_adapters.cases import EVERY, arbitrary
 from tests.dcp_adapters.test_plans import (

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
 from dcp_adapters import QuantizedSavePlanner, read_manifest, tensor_digests
 from dcp_adapters.cli.main import main
-from dcp_adapters.format.manifest import MANIFEST, MANIFEST_JSON, Manifest
+from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON, Manifest
 from dcp_adapters.save.steps import plan_cache
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.verify import verify

@@ -18,7 +18,7 @@ from dcp_adapters.cli.report import tiles as tiles_module
 from dcp_adapters.cli.report.channels import Channels
 from dcp_adapters.cli.report.measure import measure_checkpoint, measure_tensor
 from dcp_adapters.cli.report.tiles import tiles
-from dcp_adapters.format.entry import Entry
+from dcp_adapters.records.entry import Entry
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from qtensor import (
     Float8CurrentScaling,

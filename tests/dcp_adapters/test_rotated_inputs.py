@@ -28,8 +28,8 @@ from dcp_adapters import (
     tensor_digests,
 )
 from dcp_adapters.__main__ import main
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.rotations import rotations_in
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.rotations import rotations_in
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from layerwise import rotate_inputs_
 from qtensor import MXFP8BlockScaling, quantize_

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader, read_manifest
-from dcp_adapters.format.manifest import MANIFEST, MANIFEST_JSON
+from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON
 from dcp_adapters.torch_private import StorageInfo
 from tests.dcp_adapters import tampering
 from tests.dcp_adapters.cases import RECIPES, alone, bits, held, leaves, load, model, reference

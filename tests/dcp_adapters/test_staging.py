@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp_adapters import QuantizedSavePlanner, QuantizedStager, expand
-from dcp_adapters.format.expand import quantized_local
+from dcp_adapters.records.expand import quantized_local
 from dcp_adapters.save.staging import host_memory
 from fsdp_hooks.all_gather import AT_REST, Sharding, ShardRows
 from qtensor import QuantizedTensor, high_precision_init_val, quantize, quantized_model_init

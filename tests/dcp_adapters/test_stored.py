@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_adapters.format.checksums import CHECKSUMS
+from dcp_adapters.records.checksums import CHECKSUMS
 from dcp_adapters.stored.checkpoint import CheckpointUnusable, StoredCheckpoint
 from qtensor import MXFP8BlockScaling, quantize
 from tests.dcp_adapters.cases import alone, save, values

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from dcp_adapters import QuantizedSavePlanner
-from dcp_adapters.format.checksums import CHECKSUMS, Verification
+from dcp_adapters.records.checksums import CHECKSUMS, Verification
 from qtensor import quantize
 from tests.dcp_adapters import tampering
 from tests.dcp_adapters.cases import RECIPES, alone, assert_holds, load, models, placed, reference, save, values

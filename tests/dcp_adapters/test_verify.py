@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_adapters import QuantizedSavePlanner
-from dcp_adapters.format.checksums import CHECKSUMS
-from dcp_adapters.format.manifest import MANIFEST, MANIFEST_JSON, Manifest
+from dcp_adapters.records.checksums import CHECKSUMS
+from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON, Manifest
 from dcp_adapters.stored.reading.metadata_checks import chunk_in_words
 from dcp_adapters.stored.verify import VerifyReport, verify
 from dcp_adapters.torch_private import StorageInfo

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import filesystem
 
 import qtensor as qt
 from dcp_adapters import QuantizedSavePlanner
-from dcp_adapters.format import checksums
+from dcp_adapters.records import checksums
 from dcp_adapters.save.steps import checksum_table
 from tests.gpu_offline.ordering import Entry, copies_to_host, faults_of, waits_of_host
 from tests.gpu_offline.recording import recorded

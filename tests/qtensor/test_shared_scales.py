@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_hooks import sync_scales
-from fsdp_hooks.ranks.partners import pool
+from fsdp_hooks.ranks.scale_partners import pool
 from qtensor import (
     Float8DelayedScaling,
     MasterWeightOptimizer,

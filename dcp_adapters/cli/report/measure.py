@@ -24,11 +24,11 @@ from dcp_adapters.cli.report.elements import ElementCounts, counts_elements
 from dcp_adapters.cli.report.records import CheckpointReport, Compared, TensorReport
 from dcp_adapters.cli.report.scales import scale_histograms
 from dcp_adapters.cli.report.tiles import Tile, decodable, matrix_shape, tiles
-from dcp_adapters.format.checksums import digest_of
-from dcp_adapters.format.entry import Entry, parts_of
-from dcp_adapters.format.recipe_names import dtype_name
-from dcp_adapters.format.source import Stored
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress
+from dcp_adapters.records.checksums import digest_of
+from dcp_adapters.records.entry import Entry, parts_of
+from dcp_adapters.records.recipe_names import dtype_name
+from dcp_adapters.records.source import Stored
 from dcp_adapters.stored.inspect import inspect_checkpoint
 from dcp_adapters.stored.numeric_error import ErrorSum
 from qtensor.spec.selection import matches

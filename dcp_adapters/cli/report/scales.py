@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.cli.report.records import ScaleHistogram
-from dcp_adapters.format.recipe_names import dtype_name
+from dcp_adapters.records.recipe_names import dtype_name
 from qtensor.spec.format import PartSpec
 from qtensor.spec.registry import specs_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor

@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 
 from dcp_adapters.delta.coding.changes import unit_of, unit_shape
-from dcp_adapters.format.entry import Entry, PartShape
-from dcp_adapters.format.recipe_names import dtype_name
+from dcp_adapters.records.entry import Entry, PartShape
+from dcp_adapters.records.recipe_names import dtype_name
 
 
 @dataclass(frozen=True)

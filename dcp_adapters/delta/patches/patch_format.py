@@ -28,11 +28,11 @@ from dcp_adapters.delta.coding.damage import damaged
 from dcp_adapters.delta.coding.zstd import compress, decompress
 from dcp_adapters.delta.patches.layout import StateLayout
 from dcp_adapters.delta.patches.patch import Blob, CodedFrame, Delta, Read, blob_name, checksum, frame_name
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.recipe_names import dtype_name
 from dcp_adapters.plain.durable import give_file_name, hidden_name, sync
 from dcp_adapters.plain.plain_memory import memory_of
 from dcp_adapters.plain.words import short
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.recipe_names import dtype_name
 from qtensor.spec.recipes import Recipe
 
 FORMAT_VERSION = 1

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import xxhash
 
 from dcp_adapters.delta.patches.layout import StateLayout
-from dcp_adapters.format.weight_sums import PartSum, tensor_digest, whole_digest
+from dcp_adapters.records.weight_sums import PartSum, tensor_digest, whole_digest
 
 
 def state_digest(layout: StateLayout, sums: Mapping[str, int], blobs: Mapping[str, str]) -> str:

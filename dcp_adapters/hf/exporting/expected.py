@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.source import Keep, Source, TensorGroup
 from dcp_adapters.hf.exporting.config import ModelConfig
 from dcp_adapters.hf.exporting.plan import ExportPlan
 from dcp_adapters.hf.layouts.layout import Layout
 from dcp_adapters.hf.models.architectures import Architecture, Read, architecture_of, architecture_said
 from dcp_adapters.hf.models.file_names import FileNames, names_of, without_beside
 from dcp_adapters.plain.words import few_of
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.source import Keep, Source, TensorGroup
 from fsdp_hooks.kernels.byte_sums import TensorPiece
 from fsdp_hooks.ranks.across_ranks import Ranks
 

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcp_adapters.format.recipe_names import dtype_name
-from dcp_adapters.format.source import Source
 from dcp_adapters.hf.exporting.config import ModelConfig, model_config, shard_size
 from dcp_adapters.hf.exporting.groups import groups_of
 from dcp_adapters.hf.exporting.making import own_groups
@@ -32,6 +30,8 @@ from dcp_adapters.hf.models.adapters import check_adapters
 from dcp_adapters.plain.durable import refuse_taken, remove_on_error
 from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.progress_bar import progress_bar
+from dcp_adapters.records.recipe_names import dtype_name
+from dcp_adapters.records.source import Source
 from fsdp_hooks.ranks.across_ranks import chosen_ranks, is_first, on_first
 from fsdp_hooks.ranks.waiting import waited_for
 from qtensor.spec.registry import APPEARANCE_DTYPES

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcp_adapters.format.source import Keep, Source, TensorGroup
 from dcp_adapters.hf.exporting.outputs import Output, Written
+from dcp_adapters.records.source import Keep, Source, TensorGroup
 from dcp_adapters.stored.part_values import holds_nan
 from fsdp_hooks.lazy_bits import resolve
 from qtensor.spec.recipes import Recipe

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dcp_adapters.hf.files.names import Piece
+from dcp_adapters.hf.files.engine_names import Piece
 from dcp_adapters.hf.layouts.forms import SAME, Form
 from qtensor.spec.recipes import Recipe
 

@@ -13,10 +13,7 @@ from typing import Any
 
 import torch
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.rotations import is_marker, rotations_in
-from dcp_adapters.hf.exporting.outputs import FilePlan, Output, Written, files_within
-from dcp_adapters.hf.exporting.shared_scales import (
+from dcp_adapters.hf.exporting.engine_scales import (
     check_fused,
     input_scales,
     kv_attentions,
@@ -24,12 +21,15 @@ from dcp_adapters.hf.exporting.shared_scales import (
     renewed_scales,
     scale_entries,
 )
-from dcp_adapters.hf.files.names import Piece, pieces_of, turned_experts
+from dcp_adapters.hf.exporting.outputs import FilePlan, Output, Written, files_within
+from dcp_adapters.hf.files.engine_names import Piece, pieces_of, turned_experts
 from dcp_adapters.hf.layouts.experts import check_experts, dense_pieces, dense_weight, engine_pieces
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KINDS, KV_SCALES, SHAPE, Layout, Linears, Scheme, kind_of
 from dcp_adapters.hf.layouts.rotations import check_rotations
 from dcp_adapters.hf.models.file_names import FileNames, memory_modules
 from dcp_adapters.plain.words import few_of
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.rotations import is_marker, rotations_in
 from qtensor.formats.float8_delayed import Float8DelayedScaling
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import specs_of

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.rotations import is_marker
-from dcp_adapters.format.source import Source
 from dcp_adapters.hf.exporting.config import ModelConfig, described_model
 from dcp_adapters.hf.exporting.expected import UNKNOWN, Expected, check_outputs, expected_of
 from dcp_adapters.hf.exporting.plan import ExportPlan, Request, plan_export
 from dcp_adapters.hf.exporting.quantizing import Quantizing, quantized_on_the_way
-from dcp_adapters.hf.files.names import RENAMED, pieces_of
+from dcp_adapters.hf.files.engine_names import RENAMED, pieces_of
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KV_SCALES, Layout
 from dcp_adapters.hf.layouts.registry import layouts_of_models
 from dcp_adapters.hf.models.kept_dtypes import kept_names
 from dcp_adapters.hf.models.prefixes import outer_prefix
 from dcp_adapters.hf.sources.sources import JoinedSources, source_of
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.rotations import is_marker
+from dcp_adapters.records.source import Source
 from fsdp_hooks.kernels.digest import digest
 from fsdp_hooks.ranks.across_ranks import Ranks, is_first, on_all, ranks_of
 from fsdp_hooks.ranks.waiting import waited_for

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.source import Keep, Source, TensorGroup
 from dcp_adapters.hf.exporting.plan import is_embedding
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.source import Keep, Source, TensorGroup
 from fsdp_hooks.ranks.across_ranks import Ranks
 from fsdp_hooks.wrappers import plain_modules
 from qtensor.model.routers import is_router_class, left_alone, routers_among

@@ -19,8 +19,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dcp_adapters.format.recipe_names import dtype_name
-from dcp_adapters.format.source import Keep, Source
 from dcp_adapters.hf.exporting.config import CONFIG, ModelConfig
 from dcp_adapters.hf.exporting.making import GroupOf, Job, in_groups, made_tensors
 from dcp_adapters.hf.exporting.outputs import FilePlan
@@ -31,6 +29,8 @@ from dcp_adapters.hf.files.header import METADATA, read_header, write_header
 from dcp_adapters.hf.layouts.layout import KINDS, RECIPES, kind_of
 from dcp_adapters.plain.durable import give_name, hidden_name, remove_on_error, sync
 from dcp_adapters.plain.progress_bar import Advance
+from dcp_adapters.records.recipe_names import dtype_name
+from dcp_adapters.records.source import Keep, Source
 from fsdp_hooks.ranks.across_ranks import Ranks, global_ranks, on_all, rank_of, ranks_of
 
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dcp_adapters.format.weight_sums import DIGEST, PartSum, tensor_digest
 from dcp_adapters.hf.files.directory import Directory, FileTensor
 from dcp_adapters.plain.words import short
+from dcp_adapters.records.weight_sums import DIGEST, PartSum, tensor_digest
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 
 DIGESTS = "qtensor.digests"

@@ -6,10 +6,10 @@ gate and up alternate. The weight does not show that, but biases beside it do: e
 
 from collections.abc import Collection, Mapping
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.hf.files.names import Piece, pieces_of, turned_pieces, whole_experts
+from dcp_adapters.hf.files.engine_names import Piece, pieces_of, turned_pieces, whole_experts
 from dcp_adapters.hf.layouts.layout import Layout
 from dcp_adapters.plain.words import few_of
+from dcp_adapters.records.entry import Entry
 
 
 def engine_pieces(name: str, record: Entry, layout: Layout) -> list[Piece]:

@@ -4,11 +4,11 @@ import json
 
 import torch
 
-from dcp_adapters.format.recipe_names import DTYPES as APPEARANCES
 from dcp_adapters.hf.files.config_sections import said_of_dtype
 from dcp_adapters.hf.files.directory import Directory
 from dcp_adapters.hf.layouts.layout import RECIPES
 from dcp_adapters.plain.words import short
+from dcp_adapters.records.recipe_names import DTYPES as APPEARANCES
 from qtensor.spec.recipes import Recipe
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dcp_adapters.hf.files.config_sections import said_of_quantization
 from dcp_adapters.hf.files.directory import CONFIG, Directory, FileTensor
-from dcp_adapters.hf.files.names import fused_sets
+from dcp_adapters.hf.files.engine_names import fused_sets
 from dcp_adapters.hf.layouts.layout import Layout
 from dcp_adapters.plain.words import few_of, in_lines, short
 from qtensor.products.input_rotation import MARKER, is_size, marker

@@ -5,7 +5,7 @@ alone:
 
     FileNames       both directions, also for what stands beside a weight: scales of inputs and of the KV cache
     joined_names    the linears of all experts that are one weight in memory -> the name of that weight "in the files",
-                    from which pieces_of (names.py) gives the linears' names again
+                    from which pieces_of (engine_names.py) gives the linears' names again
     names_of        whose names a source's tensors have: those in memory or in the files, of the model, of a module
                     inside of it, or of one that holds it
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-from dcp_adapters.hf.files.names import HALVES
+from dcp_adapters.hf.files.engine_names import HALVES
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KV_SCALES
 from qtensor.products.input_rotation import MARKER
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dcp_adapters.format.entry import Entry
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KV_SCALES
 from dcp_adapters.hf.models.architectures import architecture_said
 from dcp_adapters.plain.words import few_of
+from dcp_adapters.records.entry import Entry
 from fsdp_hooks.wrappers import plain_buffers, plain_parameters
 
 LASTING = "_keep_in_fp32_modules_strict"  # of transformers' classes: regular expressions, in fp32 whatever the model is

@@ -8,10 +8,10 @@ the directory's config.json names, behind one prefix or without it. Where these 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.hf.files.names import pieces_of
+from dcp_adapters.hf.files.engine_names import pieces_of
 from dcp_adapters.hf.models.architectures import Architecture, architecture_said
 from dcp_adapters.hf.models.file_names import FileNames, names_of, without_beside
+from dcp_adapters.records.entry import Entry
 from qtensor.spec.selection import matches
 
 

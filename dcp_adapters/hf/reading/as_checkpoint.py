@@ -17,16 +17,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.manifest import Manifest
 from dcp_adapters.hf.files.directory import Directory, FileTensor
-from dcp_adapters.hf.files.names import Piece, pieces_of, turned_experts, turned_pieces
+from dcp_adapters.hf.files.engine_names import Piece, pieces_of, turned_experts, turned_pieces
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, SHAPE, kind_of
 from dcp_adapters.hf.layouts.recorded import appearance, recorded_recipes
 from dcp_adapters.hf.reading.delayed import history_of
 from dcp_adapters.hf.reading.placed import Chunk, Placed, Slice, as_is, source_of_part
 from dcp_adapters.hf.reading.schemes import DTYPES, Contents, FileLinear, is_one
 from dcp_adapters.plain.words import few_of, in_lines
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.manifest import Manifest
 from qtensor.formats.float8_delayed import Float8DelayedScaling
 from qtensor.spec.format import PartSpec
 from qtensor.spec.recipes import Recipe

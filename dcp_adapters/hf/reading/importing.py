@@ -19,9 +19,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.expand import entry_of, leaves_of, plain_leaf
-from dcp_adapters.format.rotations import advise_not_rotating, advise_rotating
 from dcp_adapters.hf.models.architectures import architecture_of
 from dcp_adapters.hf.reading.materialise import Live, materialise
 from dcp_adapters.hf.reading.passed_over import UNEXPECTED, PassedOver, unexpected_patterns
@@ -30,6 +27,9 @@ from dcp_adapters.load.compare import LoadTarget, differences, to_convert
 from dcp_adapters.load.live_parts import not_writable
 from dcp_adapters.load.planner import QuantizedLoadPlanner
 from dcp_adapters.plain.words import few_of, in_lines
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.expand import entry_of, leaves_of, plain_leaf
+from dcp_adapters.records.rotations import advise_not_rotating, advise_rotating
 from fsdp_hooks.ranks.across_ranks import ALONE, Alone, Ranks, check_spanned, chosen_ranks, is_first, on_all, rank_of
 from fsdp_hooks.ranks.waiting import waited_for
 from fsdp_hooks.wrappers import plain_state_dict

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.hf.files.names import pieces_of
+from dcp_adapters.hf.files.engine_names import pieces_of
 from dcp_adapters.hf.reading.schemes import code_names, weight_of
+from dcp_adapters.records.entry import Entry
 from qtensor.spec.selection import matches, unmatched
 
 UNEXPECTED = "_keys_to_ignore_on_load_unexpected"

@@ -29,10 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.manifest import MANIFEST_JSON
 from dcp_adapters.hf.files.directory import FileTensor, read_directory
-from dcp_adapters.hf.files.names import pieces_of
+from dcp_adapters.hf.files.engine_names import pieces_of
 from dcp_adapters.hf.layouts.rotations import said_tensor
 from dcp_adapters.hf.models.architectures import Architecture
 from dcp_adapters.hf.models.wanted_names import wanted_names
@@ -41,6 +39,8 @@ from dcp_adapters.hf.reading.passed_over import PassedOver
 from dcp_adapters.hf.reading.placed import Placed, Slice
 from dcp_adapters.hf.reading.schemes import contents_of, weight_of
 from dcp_adapters.plain.progress_bar import progress_bar
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.manifest import MANIFEST_JSON
 from dcp_adapters.stored.reading.reader import tell_failures
 from fsdp_hooks.torch_private import cpu_by_default
 from qtensor.tensor.quantized_tensor import QuantizedTensor

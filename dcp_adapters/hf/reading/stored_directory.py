@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.rotations import is_marker
-from dcp_adapters.format.source import Stored
 from dcp_adapters.hf.files.directory import FileTensor
 from dcp_adapters.hf.models.architectures import Architecture
 from dcp_adapters.hf.reading.reader import HuggingFaceReader, OpenFiles
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.rotations import is_marker
+from dcp_adapters.records.source import Stored
 from fsdp_hooks.kernels.byte_sums import TensorPiece
 from fsdp_hooks.torch_private import cpu_by_default
 

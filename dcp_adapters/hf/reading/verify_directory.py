@@ -14,14 +14,14 @@ from functools import partial
 
 from torch import Tensor
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.soundness import Level
 from dcp_adapters.hf.files.directory import INDEX, Directory, FileTensor, read_directory
 from dcp_adapters.hf.files.file_digests import DIGESTS, RecordedDigests
 from dcp_adapters.hf.models.architectures import architecture_said
 from dcp_adapters.hf.reading.stored_directory import StoredDirectory
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress
 from dcp_adapters.plain.words import few_of
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.soundness import Level
 from dcp_adapters.stored.deep import and_deep
 from dcp_adapters.stored.findings import Finding, VerifyReport
 from dcp_adapters.stored.part_values import value_fault

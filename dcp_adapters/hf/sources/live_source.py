@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.format.expand import entry_of, expand_leaf, gathered_leaf, plain_leaf, quantized_local, refuse_hidden
-from dcp_adapters.format.source import Keep, Source, TensorGroup
 from dcp_adapters.hf.models.adapters import own_tensors
 from dcp_adapters.hf.models.prefixes import under, weights_prefix
 from dcp_adapters.plain.plain_memory import is_plain
+from dcp_adapters.records.expand import entry_of, expand_leaf, gathered_leaf, plain_leaf, quantized_local, refuse_hidden
+from dcp_adapters.records.source import Keep, Source, TensorGroup
 from dcp_adapters.torch_private import flatten_state_dict
 from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.ranks.across_ranks import Ranks, check_spanned

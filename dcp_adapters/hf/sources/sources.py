@@ -12,15 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dcp_adapters.format.rotations import blocks_in, say_inputs, weight_beside
-from dcp_adapters.format.source import Keep, Source, Stored, TensorGroup
 from dcp_adapters.hf.files.directory import read_directory
-from dcp_adapters.hf.files.names import pieces_of
+from dcp_adapters.hf.files.engine_names import pieces_of
 from dcp_adapters.hf.models.adapters import own_tensors, state_of_module
 from dcp_adapters.hf.models.prefixes import under, weights_prefix
 from dcp_adapters.hf.reading.schemes import COUNTS, VALUES, is_quantized
 from dcp_adapters.hf.reading.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.hf.sources.live_source import LiveSource
+from dcp_adapters.records.rotations import blocks_in, say_inputs, weight_beside
+from dcp_adapters.records.source import Keep, Source, Stored, TensorGroup
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from fsdp_hooks.kernels.byte_sums import TensorPiece
 from fsdp_hooks.ranks.across_ranks import Ranks

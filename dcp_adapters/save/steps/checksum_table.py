@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_adapters.format.checksums import CHECKSUMS, ROW, archive_row_of, checksum_table, row_of
+from dcp_adapters.records.checksums import CHECKSUMS, ROW, archive_row_of, checksum_table, row_of
 from dcp_adapters.save.steps.coordinator import tell
 from dcp_adapters.save.steps.step import Data, GlobalSave, SaveStep, Saving, Source
 from dcp_adapters.save.write_items import plain_item

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.manifest import MANIFEST_JSON, Manifest
-from dcp_adapters.format.recipe_names import dtype_name
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.manifest import MANIFEST_JSON, Manifest
+from dcp_adapters.records.recipe_names import dtype_name
 from dcp_adapters.save.write_items import SaveLeaves
 from fsdp_hooks.kernels.digest import digests
 from fsdp_hooks.torch_private import without_torch_function

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.manifest import Manifest
-from dcp_adapters.format.weight_sums import PartSum, digested_parts, tensor_digest
 from dcp_adapters.plain.plain_memory import is_plain
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.manifest import Manifest
+from dcp_adapters.records.weight_sums import PartSum, digested_parts, tensor_digest
 from dcp_adapters.save.steps.coordinator import tell
 from dcp_adapters.save.steps.step import GlobalSave, SaveStep, Saving, Source
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums

@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, SavePlan
 
-from dcp_adapters.format.manifest import Manifest, tensor_of
+from dcp_adapters.records.manifest import Manifest, tensor_of
 from dcp_adapters.save.steps.coordinator import RankRecord, TellsNow, with_manifest
 from dcp_adapters.save.steps.step import GlobalSave, SaveStep, Saving, Source
 

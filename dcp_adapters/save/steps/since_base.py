@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_adapters.delta.coding.chunk import encode_chunk
-from dcp_adapters.format.manifest import with_base
 from dcp_adapters.plain.plain_memory import is_plain
+from dcp_adapters.records.manifest import with_base
 from dcp_adapters.save.steps.coordinator import tell
 from dcp_adapters.save.steps.step import Data, GlobalSave, SaveStep, Saving, Source
 from dcp_adapters.stored.reading.base import Base

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_adapters.format.manifest import Manifest
+from dcp_adapters.records.manifest import Manifest
 
 Data = Tensor | io.BytesIO
 Source = Callable[[WriteItem], Data]  # the data of an item

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.expand import entry_of, quantized_local, settled_parts
-from dcp_adapters.format.masters import Masters, explain_left_out
-from dcp_adapters.format.soundness import (
+from dcp_adapters.plain.words import in_lines
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.expand import entry_of, quantized_local, settled_parts
+from dcp_adapters.records.masters import Masters, explain_left_out
+from dcp_adapters.records.soundness import (
     BEHIND,
     BOTH,
     FRESH,
@@ -34,7 +35,6 @@ from dcp_adapters.format.soundness import (
     find_unfit,
     slabs,
 )
-from dcp_adapters.plain.words import in_lines
 from dcp_adapters.save.steps.coordinator import tell
 from dcp_adapters.save.steps.step import SaveStep, Saving, Source
 from fsdp_hooks.torch_private import local_of

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_adapters.delta.coding.chunk import decode_chunk
 from dcp_adapters.delta.coding.zstd import require_zstd
-from dcp_adapters.format.checksums import digest_of
-from dcp_adapters.format.manifest import BaseLink, base_of
+from dcp_adapters.records.checksums import digest_of
+from dcp_adapters.records.manifest import BaseLink, base_of
 from dcp_adapters.stored.reading.metadata_checks import METADATA, chunk_in_words, stored_chunk
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_adapters.format.checksums import CHECKSUMS
-from dcp_adapters.format.manifest import MANIFEST, BaseLink
+from dcp_adapters.records.checksums import CHECKSUMS
+from dcp_adapters.records.manifest import MANIFEST, BaseLink
 from dcp_adapters.stored.reading.base import Base
 from dcp_adapters.stored.reading.order import REBUILT, has_files
 from dcp_adapters.torch_private import Alias, is_marked, unmarked

@@ -1,6 +1,7 @@
-"""The columns of a group's weights, rounded one at a time: as rows of W^T, [K, rows], so that a column is contiguous.
+"""How single columns of a group's weights are rounded, for GPTQ (whose loop is in gptq.py) and descent.
 
-The rows are those of all linears of the group, one below the other.
+Columns are rows of W^T, [K, rows], so that a column is contiguous. The rows are those of all linears of the group, one
+below the other.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -29,8 +29,8 @@ from layerwise.stages.sharing import naming, own_statistics, rounds_of
 from layerwise.stages.stage import Method, Stage
 from layerwise.stages.targets import agree_on_amaxes
 from layerwise.statistics.collector import Collector
-from layerwise.statistics.partners import UnquantizedInputs
 from layerwise.statistics.statistics import Statistics
+from layerwise.statistics.unquantized_inputs import UnquantizedInputs
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 LOG = logging.getLogger(__name__)

@@ -23,6 +23,9 @@ values.
 Passes. One, but for two if a tensor-wide scale needs an amax that is not known: amax (reductions.py), then encode.
 Codes of one pass cannot wait for the largest value of all. Float8 rows of more than 2^15 elements take two as well.
 
+Files. One for each format: float8, float8_blocks, int4, mxfp4, mxfp8, nvfp4. One for each kind of element or scale:
+fp8, e2m1, e8m0. What they share: launching, pairs (blocks, two codes at a time), reductions.
+
 How bytes stay the same. No operation is contracted unless the code says `fma`, denormals are kept, divisions round
 once, signs are bits, and fp8 numbers are made of integers, so that GPUs without the type have the kernels, too.
 """

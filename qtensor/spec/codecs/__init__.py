@@ -7,6 +7,8 @@ e8m0.py      powers of two as scales of blocks
 bf16.py      bf16 numbers as scales of blocks
 nibbles.py   codes of four bits, two in a byte
 
+rounding.py  how an element is rounded: to nearest, or stochastically
+
 What elements have in common:
 
     encode(scaled, whole, ..)   fp32 values over their scale -> payload; rounds (stochastically where armed), saturates

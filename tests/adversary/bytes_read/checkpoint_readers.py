@@ -22,7 +22,7 @@ from tests.dcp_adapters.cases import alone
 from tests.dcp_adapters.test_hostile import target
 
 if TYPE_CHECKING:
-    from dcp_adapters.format.soundness import Level
+    from dcp_adapters.records.soundness import Level
 
 Reader = Callable[[Any, Case, dict[str, Any]], str]
 

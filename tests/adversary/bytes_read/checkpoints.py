@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader, read_manifest
 from dcp_adapters.digests.stored import source_digests
-from dcp_adapters.format.checksums import CHECKSUMS
-from dcp_adapters.format.manifest import MANIFEST, MANIFEST_JSON
+from dcp_adapters.records.checksums import CHECKSUMS
+from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.inspect import inspect_checkpoint
 from dcp_adapters.stored.verify import verify

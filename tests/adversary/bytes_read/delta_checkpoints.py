@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, SafeFileSystemReader, keep_latest, latest_verified
 from dcp_adapters.delta.coding.zstd import compress, decompress
-from dcp_adapters.format.checksums import CHECKSUMS
-from dcp_adapters.format.manifest import MANIFEST, MANIFEST_JSON
+from dcp_adapters.records.checksums import CHECKSUMS
+from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON
 from dcp_adapters.torch_private import DELTA, is_marked
 from tests.adversary.bytes_read.changes import TEXTS, as_text, changed_bytes, changed_json
 from tests.adversary.bytes_read.checkpoint_readers import READERS, Reader, stored

@@ -26,8 +26,8 @@ from dcp_adapters import (
     read_manifest,
     remove_checkpoints,
 )
-from dcp_adapters.format.checksums import CHECKSUMS
-from dcp_adapters.format.manifest import MANIFEST, BaseLink, Manifest, with_base
+from dcp_adapters.records.checksums import CHECKSUMS
+from dcp_adapters.records.manifest import MANIFEST, BaseLink, Manifest, with_base
 from dcp_adapters.stored.checkpoint import CheckpointUnusable, StoredCheckpoint
 from dcp_adapters.stored.verify import verify
 from dcp_adapters.torch_private import DELTA, is_marked

@@ -17,7 +17,7 @@ from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.live import HeldVersion
 from dcp_adapters.delta.patches.patch_format import delta_from_bytes, delta_to_bytes
 from dcp_adapters.delta.stored_states import InMemory
-from dcp_adapters.format.expand import expand
+from dcp_adapters.records.expand import expand
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, high_precision_init_val, quantize, quantized_model_init
 from tests.dcp_adapters.cases import model as model_of
 from tests.dcp_adapters.cases import placed, reference, sharded

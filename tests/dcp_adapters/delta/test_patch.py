@@ -24,8 +24,8 @@ from dcp_adapters.delta.patches.layout import StateLayout
 from dcp_adapters.delta.patches.patch import Delta
 from dcp_adapters.delta.patches.patch_format import METADATA, delta_from_bytes, delta_to_bytes, open_delta, save_delta
 from dcp_adapters.delta.stored_states import InMemory
-from dcp_adapters.format.entry import parts_of
 from dcp_adapters.plain.durable import sync
+from dcp_adapters.records.entry import parts_of
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.delta.states import copied, every_dtype, every_recipe, nudged, state
 from tests.recipes import TABLE

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dcp_adapters import digest, export_hf, import_hf, tensor_digests
 from dcp_adapters.cli.main import main
 from dcp_adapters.digests.engine import unfuse
-from dcp_adapters.format.weight_sums import DigestDifference, first_difference
+from dcp_adapters.records.weight_sums import DigestDifference, first_difference
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize, quantize_
 from tests import weight_digests
 from tests.dcp_adapters.cases import save, values

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dcp_adapters import export_hf
-from dcp_adapters.format.weight_sums import PartSum, tensor_digest
 from dcp_adapters.hf.reading.verify_directory import verify_directory
+from dcp_adapters.records.weight_sums import PartSum, tensor_digest
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 from qtensor import Int4GroupScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 

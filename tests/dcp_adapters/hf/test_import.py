@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dcp_adapters.hf.reading.reader
 from dcp_adapters import export_hf, import_hf
-from dcp_adapters.format.expand import quantized_local
 from dcp_adapters.hf.layouts.layout import KINDS, Scheme
 from dcp_adapters.hf.reading.reader import OpenFiles
+from dcp_adapters.records.expand import quantized_local
 from qtensor import (
     Float8CurrentScaling,
     Float8DelayedScaling,

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_adapters.format.entry import Entry
 from dcp_adapters.hf.exporting.plan import ExportPlan, Request, plan_export
-from dcp_adapters.hf.files.names import fused_sets, pieces_of
+from dcp_adapters.hf.files.engine_names import fused_sets, pieces_of
 from dcp_adapters.hf.layouts.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.layouts.forms import reciprocal
 from dcp_adapters.hf.layouts.fp8 import FP8
@@ -18,6 +17,7 @@ from dcp_adapters.hf.layouts.layout import KINDS, Layout, Linears, Scheme, kind_
 from dcp_adapters.hf.layouts.modelopt import MODELOPT
 from dcp_adapters.hf.layouts.registry import LAYOUTS, layout_named, register_layout
 from dcp_adapters.hf.models.prefixes import weights_prefix
+from dcp_adapters.records.entry import Entry
 from qtensor import (
     Float8BlockScaling,
     Float8CurrentScaling,

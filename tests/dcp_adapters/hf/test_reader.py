@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dcp_adapters import export_hf, import_hf, read_manifest
-from dcp_adapters.format.entry import Entry
 from dcp_adapters.hf.files.directory import FileTensor
 from dcp_adapters.hf.layouts.compressed_tensors import COMPRESSED_TENSORS
 from dcp_adapters.hf.layouts.forms import BLOCKS, ONE_OVER, WORDS, Form
@@ -26,6 +25,7 @@ from dcp_adapters.hf.layouts.registry import LAYOUTS
 from dcp_adapters.hf.reading.delayed import history_of
 from dcp_adapters.hf.reading.placed import Slice
 from dcp_adapters.hf.reading.reader import HuggingFaceReader
+from dcp_adapters.records.entry import Entry
 from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from qtensor.tensor import contents
 from tests.dcp_adapters.cases import assert_holds, bits, values

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from dcp_adapters import digest, export_hf, import_hf, read_manifest
 from dcp_adapters.__main__ import main
-from dcp_adapters.format.rotations import rotations_in
 from dcp_adapters.hf.layouts.rotations import said_rotations, transform_config
 from dcp_adapters.hf.reading.reader import HuggingFaceReader
 from dcp_adapters.hf.reading.verify_directory import verify_directory
+from dcp_adapters.records.rotations import rotations_in
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from layerwise import rotate_, rotate_inputs_
 from layerwise.weights.on_disk import OnDisk

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from dcp_adapters.format.rotations import say_inputs
+from dcp_adapters.records.rotations import say_inputs
 from layerwise import AWQ, GPTAQ, GPTQ, Max, SmoothQuant, rotate_inputs_
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize_, quantized_model_init
 from qtensor.products.input_rotation import hadamard, input_rotations, rotate_inputs_of

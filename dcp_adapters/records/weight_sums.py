@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from dcp_adapters.format.entry import Entry, PartShape
-from dcp_adapters.format.recipe_names import dtype_name
+from dcp_adapters.records.entry import Entry, PartShape
+from dcp_adapters.records.recipe_names import dtype_name
 from qtensor.spec.format import PartSpec
 
 DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)

@@ -9,10 +9,10 @@ from typing import Literal
 
 from torch import nn
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.hf.files.names import Piece, fused_sets
+from dcp_adapters.hf.files.engine_names import Piece, fused_sets
 from dcp_adapters.hf.layouts.layout import INPUT_SCALE, KV_SCALES, Layout, Scheme
 from dcp_adapters.plain.words import few_of
+from dcp_adapters.records.entry import Entry
 from fsdp_hooks.wrappers import ModulePlace, places
 
 

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.recipe_names import DTYPES, dtype_name
-from dcp_adapters.format.weight_sums import DIGEST
 from dcp_adapters.plain.words import short
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.recipe_names import DTYPES, dtype_name
+from dcp_adapters.records.weight_sums import DIGEST
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import check_shape
 

@@ -1,4 +1,4 @@
-"""What is stored, in the records that all rooms above share.
+"""What is stored, in records that most other folders of dcp_adapters share.
 
 entry.py                     one tensor and its parts
 manifest.py                  all that a checkpoint says of its quantized tensors

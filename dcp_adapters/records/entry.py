@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcp_adapters.format.recipe_names import dtype_name, recipe_label
+from dcp_adapters.records.recipe_names import dtype_name, recipe_label
 from qtensor.spec.format import PartSpec
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import specs_of

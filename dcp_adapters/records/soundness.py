@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dcp_adapters.format.entry import Entry
+from dcp_adapters.records.entry import Entry
 from qtensor.formats.float8_delayed import Float8DelayedScaling, history_fault
 from qtensor.numerics.own_scales import OwnScales, elements_of
 from qtensor.numerics.requantizing import MasterCheck

@@ -1,4 +1,4 @@
-"""Weights that share one tensor-wide scale with others, as linears do that an inference engine runs as one.
+"""Agreement among weights that share one tensor-wide scale, as linears do that an inference engine runs as one.
 
     claims of q, k and v, each over all shards   ->   the maximum of the three   ->   adopted by each of them
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.format.entry import Entry
-from dcp_adapters.format.part_places import part_placement
+from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.part_places import part_placement
 from fsdp_hooks.torch_private import (
     compute_local_shape_and_global_offset,
     dtensor_around,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcp_adapters.format.entry import Entry
+from dcp_adapters.records.entry import Entry
 from fsdp_hooks.kernels.byte_sums import TensorPiece
 from fsdp_hooks.ranks.across_ranks import Ranks, rank_of
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dcp_adapters.format.entry import Entry
 from dcp_adapters.plain.words import few_of
+from dcp_adapters.records.entry import Entry
 from fsdp_hooks.wrappers import plain_name
 from qtensor.optim.master_states import MASTER
 

@@ -7,7 +7,7 @@ no value is read.
 
 from collections.abc import Collection, Mapping
 
-from dcp_adapters.format.entry import Entry
+from dcp_adapters.records.entry import Entry
 from qtensor.products.input_rotation import MARKER, is_block_marker
 
 
