@@ -21,6 +21,7 @@ from dcp_adapters.delta.patches.patch import Delta
 from dcp_adapters.delta.patches.state_digest import state_digest
 from dcp_adapters.records.entry import Entry
 from dcp_adapters.streams.buckets import TensorRecord
+from fsdp_hooks.ranks.across_ranks import Ranks, on_all
 
 
 class KeptTensors:
@@ -34,6 +35,37 @@ class KeptTensors:
         self.version = 0
         self.tensors: dict[str, Tensor] = {}
         self.sums: dict[str, int] = {}
+
+
+def refuse_other_version(held: KeptTensors | None, version: int, ranks: Ranks, *, useless: bool) -> None:
+    """Refuse a delta since another version than the one that is kept, with the same text on all ranks.
+
+    Args:
+        held: the tensors that are kept; None if the stream keeps none.
+        version: that this rank was asked to begin at.
+        ranks: of the stream.
+        useless: whether this rank has a sender and receives nothing.
+
+    Raises:
+        ValueError: on all ranks, if it is so on one of them.
+    """
+    kept = 0 if held is None else held.version
+    told = on_all(ranks, lambda: (version, useless))
+    asked = next((each for each, _ in told if each != kept), version)
+    if not kept or asked != kept:
+        why = f"the stream keeps version {kept}" if kept else "no version is complete yet"
+        if held is None:
+            why = "the stream keeps none: make it with keep_last=True"
+        raise ValueError(
+            f"WeightStream: a delta since version {asked!r} was asked for, and {why}; send the full version, by "
+            "send() or iteration"
+        )
+    wrong = next((rank for rank, (_, each) in enumerate(told) if each), None)
+    if wrong is not None:
+        raise ValueError(
+            f"WeightStream: rank {wrong} has a sender, and receives nothing; give it to rank 0, or make the "
+            'stream with to="all"'
+        )
 
 
 class Pass:

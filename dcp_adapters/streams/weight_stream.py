@@ -27,7 +27,7 @@ from dcp_adapters.hf.exporting.making import Job, in_groups, made_tensors, own_g
 from dcp_adapters.hf.exporting.outputs import Output
 from dcp_adapters.hf.exporting.plan import ExportPlan
 from dcp_adapters.hf.exporting.prepare import Asked, prepared, requantizes
-from dcp_adapters.hf.exporting.quantizing import Quantizing, linears_of, routers_by_class
+from dcp_adapters.hf.exporting.quantizing import Quantizing
 from dcp_adapters.hf.layouts.registry import layout_named
 from dcp_adapters.hf.models.adapters import check_adapters
 from dcp_adapters.plain.logged_work import log_work
@@ -36,13 +36,12 @@ from dcp_adapters.records.recipe_names import dtype_name
 from dcp_adapters.records.source import Keep, Source
 from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import TensorRecord, bucket_sizes, buckets_of, difference
-from dcp_adapters.streams.kept_tensors import KeptTensors, Pass
+from dcp_adapters.streams.kept_tensors import KeptTensors, Pass, refuse_other_version
 from dcp_adapters.streams.together import abort_on_error, attempt, raise_first, step_together
 from dcp_adapters.streams.transport import Sender, send_delta
 from fsdp_hooks.ranks.across_ranks import Ranks, chosen_ranks, global_ranks, is_first, on_all, on_first
 from fsdp_hooks.ranks.waiting import waited_for
 from qtensor.spec.recipes import Recipe
-from qtensor.spec.registry import registered
 from qtensor.spec.selection import check_lists
 
 LOG = logging.getLogger(__name__)
@@ -151,7 +150,7 @@ class WeightStream:
             prefix=prefix,
             requantize=requantize,
             max_shard_size=2**62,
-            quantizing=None if recipe is None else _quantizing(model_or_state_dict, recipe, include, exclude, prefix),
+            quantizing=None if recipe is None else Quantizing.of(model_or_state_dict, recipe, include, exclude, prefix),
             adapters=adapters,
             group=self._ranks,
         )
@@ -236,7 +235,7 @@ class WeightStream:
                 before anything is gathered. What iteration raises; the version that was kept stays.
             ImportError: there is no zstd; install the extra `delta`.
         """
-        self._refuse_other(version, None)
+        refuse_other_version(self._kept, version, self._ranks, useless=False)
         taken, delta = self._delta()
         self._complete(taken)
         return delta
@@ -251,7 +250,8 @@ class WeightStream:
                 receives nothing.
             WeightStreamError: as of `send`.
         """
-        self._refuse_other(version, sender)
+        useless = sender is not None and not self.receives
+        refuse_other_version(self._kept, version, self._ranks, useless=useless)
         taken, delta = self._delta()
         told = log_work(LOG, "WeightStream: sending version %d as a delta", self.version + 1)
         with told, abort_on_error(sender):
@@ -299,26 +299,6 @@ class WeightStream:
         step_together(self._ranks, lambda: made.append(taken.delta()) if self.receives else None)
         return taken, made[0] if made else None
 
-    def _refuse_other(self, version: int, sender: Sender | None) -> None:
-        """Refuse a delta since another version than the one that is kept, with the same text on all ranks."""
-        kept = 0 if self._kept is None else self._kept.version
-        told = on_all(self._ranks, lambda: (version, sender is not None and not self.receives))
-        asked = next((each for each, _ in told if each != kept), version)
-        if not kept or asked != kept:
-            why = f"the stream keeps version {kept}" if kept else "no version is complete yet"
-            if self._kept is None:
-                why = "the stream keeps none: make it with keep_last=True"
-            raise ValueError(
-                f"WeightStream: a delta since version {asked!r} was asked for, and {why}; send the full version, by "
-                "send() or iteration"
-            )
-        useless = next((rank for rank, (_, each) in enumerate(told) if each), None)
-        if useless is not None:
-            raise ValueError(
-                f"WeightStream: rank {useless} has a sender, and receives nothing; give it to rank 0, or make the "
-                'stream with to="all"'
-            )
-
     def _buckets(
         self, prepared: tuple[Source, list[tuple[Output, ...]]], failed: list[Exception], taken: Pass | None
     ) -> Iterator[dict[str, Tensor]]:
@@ -364,12 +344,3 @@ def _check_alike(groups: list[tuple[Output, ...]], options: tuple[object, ...], 
             f"WeightStream: ranks 0 and {other} differ in group_of=, bucket_bytes=, to= or keep_last=; give all ranks "
             "the same arguments"
         )
-
-
-def _quantizing(
-    given: Any, recipe: Recipe, include: tuple[str, ...], exclude: tuple[str, ...], prefix: str | None
-) -> Quantizing:
-    registered(recipe)
-    if not isinstance(given, nn.Module):
-        return Quantizing(recipe, include, exclude, None)
-    return Quantizing(recipe, include, exclude, linears_of(given, prefix), routers_by_class(given, prefix))

@@ -7,6 +7,7 @@
     reference.py    the config described: a commented example, a table
     data.py         a file to batches of token ids, the same for any number of ranks
     model.py        a directory to a model on the meta device, sharded, filled
+    export_check.py can the result be written? Answered by planning the export
     checks.py       does all of it fit together? Answered before any weight is read
     record.py       which outputs a run has begun and finished
     outputs.py      a calibration's result to directories, checkpoints and reports

@@ -1,34 +1,27 @@
 """Does it all fit together? The config, the model, the files, the data, the layout: answered before a weight is read.
 
-The model is built on the meta device; of files only names, shapes and headers are read; the export is planned with the
-scales that it will have. What is wrong is collected from all ranks and told at once, alike on every rank.
+The model is built on the meta device; of files only names, shapes and headers are read; the export is planned
+(export_check.py). What is wrong is collected from all ranks and told at once, alike on every rank.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dcp_adapters.gguf.like import open_like, read_like
-from dcp_adapters.gguf.plan import GGUF, tensors_of
-from dcp_adapters.hf.exporting.config import model_config, shard_size
-from dcp_adapters.hf.exporting.expected import UNKNOWN, check_outputs, expected_of
-from dcp_adapters.hf.exporting.plan import Request, plan_export
-from dcp_adapters.hf.exporting.prepare import check_names
 from dcp_adapters.hf.files.directory import read_directory
-from dcp_adapters.hf.layouts.registry import layout_named
 from dcp_adapters.hf.reading.importing import check_import
 from dcp_adapters.hf.reading.schemes import is_quantized
 from dcp_adapters.plain.durable import refuse_taken
-from dcp_adapters.records.entry import Entry
 from fsdp_hooks.ranks.across_ranks import on_all, on_first, ranks_of
 from layerwise.command.config import PICTURES, Config
 from layerwise.command.data import read_samples
+from layerwise.command.export_check import check_export
 from layerwise.command.model import built, longest_of, vocabulary_of
 from layerwise.command.record import RunRecord
 from layerwise.command.yaml_text import ConfigError
@@ -40,11 +33,10 @@ from layerwise.stages.experts import find_blocks
 from layerwise.stages.layers import find_layers
 from layerwise.stages.targets import Target, find_targets
 from layerwise.weights.on_disk import OnDisk
-from qtensor.spec.recipes import Recipe
-from qtensor.spec.registry import tensor_wide
 
 T = TypeVar("T")
 NO_PICTURES = "pictures are drawn by matplotlib, which is not installed: pip install 'qtensor-fsdp[calibration]'"
+# What a check may refuse by; any other exception is a defect, and must not look like a wrong config.
 REFUSALS = (ValueError, TypeError, OSError, NotImplementedError, ImportError)
 
 
@@ -63,8 +55,8 @@ class Fitting:
     dense: bool
 
 
-def checked(config: Config, now: RunRecord, before: RunRecord | None) -> Fitting:
-    """What a run needs, once everything about it is known to fit. All ranks call it alike.
+def check_fit(config: Config, now: RunRecord, before: RunRecord | None) -> Fitting:
+    """Check that everything about a run fits, and return what it needs. All ranks call it alike.
 
     Args:
         config: of the run.
@@ -82,6 +74,8 @@ def checked(config: Config, now: RunRecord, before: RunRecord | None) -> Fitting
         _check_pictures(config.output.report)
     with problems.of("model.device"):
         device_of(config.model.device)
+    # Later checks need the model, so they are left out without one. The others go on, so one run names all that is
+    # wrong.
     model = problems.value("model", lambda: built(config.model))
     layers: list[nn.Module] = []
     targets: list[Target] = []
@@ -105,16 +99,18 @@ def checked(config: Config, now: RunRecord, before: RunRecord | None) -> Fitting
         with problems.of("model.path"):
             _check_files(config, model)
     dense = _is_dense(config.model.path)
+    # Planning an export on top of other problems would only repeat them in other words.
     if targets and not problems.found:
         with problems.of("output"):
-            _check_export(config, model, targets, dense=dense)
+            check_export(config, model, targets, dense=dense)
+    # Data is read last, and on rank 0 alone: a large file may take long to tokenize.
     problems.raise_on_all()
     assert model is not None
     return Fitting(model, layers, targets, of_first(lambda: _samples(config, model)), dense)
 
 
 def of_first(step: Callable[[], T]) -> T:
-    """What `step` returns on rank 0, on all ranks. Raises ConfigError on all ranks where it raises that on rank 0."""
+    """Return on all ranks what `step` returns on rank 0. Raises ConfigError on all ranks if it does on rank 0."""
 
     def tried() -> tuple[Any, str | None]:
         try:
@@ -122,6 +118,7 @@ def of_first(step: Callable[[], T]) -> T:
         except ConfigError as error:
             return None, str(error)
 
+    # `on_first` would make a plain ValueError of it; as a value it stays a ConfigError on all ranks.
     value, refusal = on_first(None, tried)
     if refusal is not None:
         raise ConfigError(refusal)
@@ -136,7 +133,7 @@ class _Problems:
 
     @contextmanager
     def of(self, key: str) -> Iterator[None]:
-        """A step; what it refuses is kept under this key, unless the refusal names one."""
+        """Inside, a step runs; what it refuses is kept under this key, unless the refusal names one."""
         try:
             yield
         except ConfigError as error:
@@ -146,15 +143,16 @@ class _Problems:
             self.found.append(f"{key}: {text}")
 
     def value(self, key: str, step: Callable[[], Any]) -> Any:
-        """What a step returns; None where it was refused."""
+        """Return what a step returns; None if it was refused."""
         found: list[Any] = []
         with self.of(key):
             found.append(step())
         return found[0] if found else None
 
     def raise_on_all(self) -> None:
-        """Raise on all ranks where some rank has found something."""
+        """Raise ConfigError on all ranks if some rank has found something."""
         told = on_all(None, lambda: self.found)
+        # Ranks mostly find the same; then the error looks as in one process.
         if all(found == told[0] for found in told):
             lines = told[0]
         else:
@@ -164,7 +162,7 @@ class _Problems:
 
 
 def device_of(name: str) -> torch.device:
-    """Where this rank computes. Raises ValueError where there is no such device."""
+    """Return where this rank computes. Raises ValueError if there is no such device."""
     there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device(name if name != "auto" else there or "cpu")
     if device.type == "cpu":
@@ -172,8 +170,10 @@ def device_of(name: str) -> torch.device:
     if there is None or there.type != device.type:
         raise ValueError(f"there is no {name} here; expected auto, cpu{'' if there is None else f' or {there.type}'}")
     numbered = ":" in name
+    # All ranks read the same config, so they would share one GPU.
     if numbered and ranks_of(None) > 1:
         raise ValueError(f"{name} would be that of all ranks; say {device.type}, and each takes its own")
+    # Under torchrun, main.py has set the current device by LOCAL_RANK.
     index = device.index if numbered else torch.accelerator.current_device_index()
     if index >= torch.accelerator.device_count():
         raise ValueError(f"there is no {name} here; there are {torch.accelerator.device_count()}, counted from 0")
@@ -181,7 +181,7 @@ def device_of(name: str) -> torch.device:
 
 
 def layers_of(config: Config, model: nn.Module) -> list[nn.Module]:
-    """The layers that the config names; none where the whole model is calibrated at once."""
+    """Return the layers that the config names; none if the whole model is calibrated at once."""
     asked: Any = config.calibration.layers
     return [] if asked == () else [layer for _, layer in find_layers(model, asked)]
 
@@ -189,6 +189,7 @@ def layers_of(config: Config, model: nn.Module) -> list[nn.Module]:
 def _check_outputs(config: Config, now: RunRecord, before: RunRecord | None) -> None:
     """Refuse names that are taken, unless an earlier run of this config has begun to write there."""
     ours = now.same_run(before)
+    # An empty directory may be there already; a file may not.
     directories = ["output.checkpoint", *(["output.path"] if config.output.like is None else [])]
     for key, path in config.outputs().items():
         try:
@@ -205,7 +206,7 @@ def _check_outputs(config: Config, now: RunRecord, before: RunRecord | None) -> 
 
 
 def _check_state(directory: Path | None) -> None:
-    """Refuse a checkpoint_dir that is no directory, nor can be one."""
+    """Refuse a checkpoint_dir that is no directory and cannot become one."""
     try:
         taken = directory is not None and directory.exists() and not directory.is_dir()
     except OSError as error:
@@ -215,13 +216,14 @@ def _check_state(directory: Path | None) -> None:
 
 
 def _check_pictures(paths: Sequence[Path]) -> None:
-    """Refuse pictures where nothing can draw them: now, and not when all is done."""
+    """Refuse pictures if nothing can draw them: now, and not when all is done."""
     if any(path.suffix in PICTURES for path in paths) and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"output.report: {NO_PICTURES}")
 
 
 def _check_options(config: Config) -> None:
     keys = config.calibration
+    # Options checks itself when it is made; `calibrate` makes it of the same arguments later.
     Options(
         recipe=config.recipe,
         algorithm=config.algorithm,
@@ -251,6 +253,7 @@ def _check_files(config: Config, model: nn.Module) -> None:
     if config.model.weights_on == "disk":
         OnDisk(config.model.path, model)
     else:
+        # As `load` will import it: a quantized directory is dequantized into the dense model.
         check_import(config.model.path, model, on_mismatch="convert")
 
 
@@ -262,7 +265,7 @@ def _is_dense(path: Path) -> bool:
 
 
 def _samples(config: Config, model: nn.Module) -> Tensor | None:
-    """On rank 0: the samples."""
+    """Return the samples; called on rank 0 alone."""
     if config.data is None:
         return None
     longest = longest_of(model)
@@ -271,81 +274,3 @@ def _samples(config: Config, model: nn.Module) -> Tensor | None:
             f"data.sequence_length: the model takes {longest} tokens at most, got {config.data.sequence_length}"
         )
     return read_samples(config.data, config.model.path, vocabulary_of(model))
-
-
-# -- the export --------------------------------------------------------------------------------------------------------
-
-
-def _check_export(config: Config, model: nn.Module, targets: Sequence[Target], *, dense: bool) -> None:
-    """Refuse what the layout cannot hold, by planning the export: names, formats and shapes are known by now."""
-    output = config.output
-    if output.path is None:
-        return
-    if config.model.weights_on == "disk" and not dense:
-        raise ConfigError(
-            "model.weights_on: the model's files are quantized, so what is not calibrated must be loaded; "
-            "say device or cpu, not disk"
-        )
-    described = model_config(config.model.path, None)
-    for choice in _choices(config, targets):
-        entries, scales = _entries(config, model, targets, choice)
-        expected = UNKNOWN
-        if output.like is None:
-            layout, tied, told = layout_named(output.layout), described.tied, None
-            expected = expected_of(described, model, layout)
-            named = expected.named(entries)
-            entries = {named[name]: replace(entry, name=named[name]) for name, entry in entries.items()}
-            scales = {named[name]: value for name, value in scales.items()}
-            check_names(entries, described, layout, expected)
-        else:
-            told = read_like(output.like, open_like(output.like))
-            layout, tied = GGUF, told.tied
-        producer = {"name": "qtensor", "version": ""}
-        size = shard_size(output.max_shard_size)
-        request = Request(layout, scales, producer, size, tied, names=expected.names, asks=expected.asks)
-        plan = plan_export(entries, request)
-        check_outputs(plan, expected, tied=tied, rest=True)
-        if told is not None:
-            tensors_of([made for file in plan.files for made in file.outputs], told)
-
-
-def _choices(config: Config, targets: Sequence[Target]) -> list[dict[str, Recipe | None]]:
-    """The recipe of each weight; for a search, what it might choose: each recipe for all, and all of them mixed.
-
-    Modules side by side, which engines may run as one, have one recipe.
-    """
-    if isinstance(config.recipe, Recipe):
-        return [dict.fromkeys((target.name for target in targets), config.recipe)]
-    recipes = config.recipe.recipes
-    parents = list(dict.fromkeys(target.module_name.rpartition(".")[0] for target in targets))
-    mixed = {
-        target.name: recipes[parents.index(target.module_name.rpartition(".")[0]) % len(recipes)] for target in targets
-    }
-    alike: list[dict[str, Recipe | None]] = [{**mixed, **dict.fromkeys(mixed, one)} for one in recipes if one]
-    return [*alike, mixed]
-
-
-def _entries(
-    config: Config, model: nn.Module, targets: Sequence[Target], choice: Mapping[str, Recipe | None]
-) -> tuple[dict[str, Entry], dict[str, float]]:
-    """What the export will consist of, and its tensor-wide scales, which fused linears share: 1 for all of them."""
-    quantized = {name: recipe.stored for name, recipe in choice.items() if recipe is not None}
-    shapes = {target.name: target.shape for target in targets}  # of linears: a model may have these transposed
-    entries = {
-        name: Entry(name, quantized.get(name), tuple(shapes.get(name, value.shape)), value.dtype)
-        for name, value in model.state_dict().items()
-    }
-    scaled = [name for name, recipe in quantized.items() if tensor_wide(recipe) is not None]
-    if config.calibration.inputs == "static":
-        for target in (target for target in targets if target.name in quantized):
-            name = f"{target.module_name if len(target.shape) == 2 else target.name}.input_scale"
-            entries[name] = Entry(name, None, (), torch.float32)
-            scaled.append(name)
-    if config.calibration.kv_cache is not None:
-        # how many heads there are shows in a forward; a layout has scales of all numbers of them or of none
-        shape = (2,) if config.calibration.kv_cache == "head" else ()
-        for attention in find_attentions(model):
-            for name in (f"{attention}.k_scale", f"{attention}.v_scale"):
-                entries[name] = Entry(name, None, shape, torch.float32)
-                scaled.append(name)
-    return entries, dict.fromkeys(scaled, 1.0)

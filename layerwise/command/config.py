@@ -47,7 +47,7 @@ class ModelKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchKeys:
-    """How a recipe is chosen for each weight, where there are several: arguments of `layerwise.search_formats`."""
+    """How a recipe is chosen for each weight, if there are several: arguments of `layerwise.search_formats`."""
 
     bits_per_weight: float = key("how many bits the weights may take on average, scales included", example="5.0")
     compare: str = key(
@@ -114,7 +114,7 @@ class CalibrationKeys:
 
     @property
     def cache(self) -> KVCache | None:
-        """`kv_cache` as `layerwise.calibrate` takes it."""
+        """Return `kv_cache` as `layerwise.calibrate` takes it."""
         return None if self.kv_cache is None else KVCache(granularity=self.kv_cache)
 
 
@@ -134,7 +134,7 @@ class OutputKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All of it. `data` is None where nothing is fitted to data, `search` where there is one recipe for all weights."""
+    """All of it. `data` is None if nothing is fitted to data, `search` if there is one recipe for all weights."""
 
     model: ModelKeys
     recipe: Recipe | Menu
@@ -146,12 +146,12 @@ class Config:
 
     @property
     def search_dir(self) -> Path | None:
-        """Where a search keeps what it has measured."""
+        """Return where a search keeps what it has measured."""
         directory = self.calibration.checkpoint_dir
         return None if directory is None else directory / "search"
 
     def outputs(self) -> dict[str, Path]:
-        """Key -> path of everything that is to be written."""
+        """Map keys to the paths of everything that is to be written."""
         named = {"output.path": self.output.path, "output.checkpoint": self.output.checkpoint}
         named |= {f"output.report[{number}]": path for number, path in enumerate(self.output.report)}
         named["recipe.assignment"] = None if self.search is None else self.search.assignment
@@ -159,12 +159,13 @@ class Config:
 
 
 def problems_of(config: Config) -> list[str]:
-    """What cannot be, of keys that are right by themselves; each begins with the key."""
+    """Return what does not go together, of keys that are right by themselves; each problem begins with its key."""
     return [*_device_problems(config.model.device), *_output_problems(config), *_data_problems(config)]
 
 
 def _device_problems(device: str) -> list[str]:
     try:
+        # torch.device knows the meta device, on which nothing can be computed.
         known = device == "auto" or torch.device(device).type != "meta"
     except RuntimeError:
         known = False
@@ -193,6 +194,7 @@ def _output_problems(config: Config) -> list[str]:
             for number, path in enumerate(output.report)
             if path.suffix in PICTURES
         ]
+    # Paths are compared resolved: a link or ".." may name the model's directory in other words.
     state, model = config.calibration.checkpoint_dir, config.model.path.resolve()
     if state is not None and state.resolve() == model:
         problems.append(
@@ -203,9 +205,11 @@ def _output_problems(config: Config) -> list[str]:
             problems.append(
                 f"{named}: it would lie among the model's files, which stay as they are; name another directory"
             )
+        # The checkpoint_dir is made first. An output around it would exist by then, and be refused as taken.
         if state is not None and state.resolve().is_relative_to(path.resolve()):
             problems.append(f"{named}: {path} would hold the checkpoint_dir, so it could not be free; name another one")
     places = [path.resolve() for path in paths]
+    # The second write would be refused after the whole run, or overwrite the first.
     twice = {place: path for place, path in zip(places, paths, strict=True) if places.count(place) > 1}
     problems += [f"output: {path} is named twice" for path in twice.values()]
     if config.model.weights_on == "disk" and output.checkpoint is not None:
@@ -240,12 +244,12 @@ def _data_problems(config: Config) -> list[str]:
 
 
 def data_format(data: DataKeys) -> str | None:
-    """How the file is read; None where its suffix does not tell."""
+    """Return how the file is read; None if its suffix does not tell."""
     return FORMATS.get(data.path.suffix) if data.format == "auto" else data.format
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """The config as JSON, every key with its value: what a run is recognised by."""
+    """Return the config as JSON, every key with its value; a run is recognised by it."""
     sections = {name: getattr(config, name) for name in ("model", "data", "calibration", "output")}
     told = {name: None if held is None else _plain_section(held) for name, held in sections.items()}
     search = {} if config.search is None else {"search": _plain_section(config.search)}
@@ -259,4 +263,5 @@ def _plain_section(section: Any) -> dict[str, Any]:
 def _plain_value(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain_value(each) for each in value]
+    # A run is the same from whatever directory it is started.
     return str(value.absolute()) if isinstance(value, Path) else value

@@ -27,11 +27,11 @@ from layerwise.command.yaml_text import ConfigError
 
 
 def read_samples(keys: DataKeys, model: Path, vocabulary: int) -> Tensor:
-    """The samples, int64 [samples, sequence_length] on the CPU, in the order that the seed gives them.
+    """Return the samples, int64 [samples, sequence_length] on the CPU, in the order that the seed gives them.
 
     Args:
         keys: which.
-        model: the model's directory, whose tokenizer is taken where no other is named.
+        model: the model's directory; its tokenizer is taken if no other is named.
         vocabulary: how many token ids the model knows.
 
     Raises:
@@ -48,8 +48,10 @@ def read_samples(keys: DataKeys, model: Path, vocabulary: int) -> Tensor:
             "were asked for; ask for fewer or shorter ones, or give more text"
         )
     generator = torch.Generator(device="cpu").manual_seed(keys.seed)
+    # On the CPU and in int64, so that a seed chooses the same samples on any machine.
     chosen = torch.randperm(len(rows), generator=generator, dtype=torch.int64, device="cpu")[: keys.samples]
     samples = torch.from_numpy(np.asarray(rows[chosen.numpy()]).astype(np.int64))
+    # The embedding would refuse such an id much later, on a GPU by an assertion that names nothing.
     least, most = int(samples.min()), int(samples.max())
     if least < 0 or most >= vocabulary:
         raise ConfigError(
@@ -60,12 +62,13 @@ def read_samples(keys: DataKeys, model: Path, vocabulary: int) -> Tensor:
 
 
 def batches_of(samples: Tensor, size: int, rank: int, ranks: int, device: torch.device) -> list[dict[str, Any]]:
-    """The batches of one rank, as arguments of the model."""
+    """Return the batches of one rank, as arguments of the model."""
+    # Without a cache: layers run one by one, and nothing is generated.
     return [{"input_ids": batch.to(device), "use_cache": False} for batch in samples.split(size)[rank::ranks]]
 
 
 def _rows(ids: Any, keys: DataKeys) -> Any:
-    """An array [n, sequence_length]: rows of a matrix, or consecutive tokens."""
+    """Return an array [n, sequence_length]: rows of a matrix, or consecutive tokens."""
     if ids.ndim == 1:
         whole = len(ids) // keys.sequence_length
         return ids[: whole * keys.sequence_length].reshape(whole, keys.sequence_length)
@@ -78,8 +81,9 @@ def _rows(ids: Any, keys: DataKeys) -> Any:
 
 
 def _ids_in_file(keys: DataKeys, kind: str) -> Any:
-    """An array of integers, [tokens] or [n, tokens]."""
+    """Return an array of integers, [tokens] or [n, tokens]."""
     try:
+        # Mapped, since a file of ids may be larger than the memory; no pickles, since the file is not trusted.
         ids = np.load(keys.path, mmap_mode="r", allow_pickle=False) if kind == "npy" else _from_safetensors(keys)
     except ConfigError:
         raise
@@ -109,8 +113,9 @@ def _from_safetensors(keys: DataKeys) -> Any:
 
 
 def _ids_of_text(keys: DataKeys, kind: str, model: Path) -> Any:
-    """An array [tokens] of all documents."""
+    """Return an array [tokens] of all documents."""
     tokenizer = _tokenizer(keys.tokenizer or model)
+    # verbose=False: a whole document is longer than the model takes, and the tokenizer would warn of that.
     parts = [np.asarray(tokenizer(text, verbose=False)["input_ids"], dtype=np.int64) for text in _texts(keys, kind)]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
@@ -118,7 +123,10 @@ def _ids_of_text(keys: DataKeys, kind: str, model: Path) -> Any:
 def _tokenizer(directory: Path) -> Any:
     try:
         return transformers_library().AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
+            # Nothing is downloaded, and code from the directory is never run.
+            directory,
+            local_files_only=True,
+            trust_remote_code=False,
         )
     except (ValueError, OSError, TypeError, KeyError) as error:
         raise ConfigError(
@@ -136,6 +144,7 @@ def _texts(keys: DataKeys, kind: str) -> Iterator[str]:
         yield text
         return
     field = keys.field or "text"
+    # Not splitlines(): JSON texts may hold U+2028 and the like, which would cut a line in two.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue

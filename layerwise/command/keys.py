@@ -35,8 +35,8 @@ SCALARS: Mapping[Any, tuple[type, ...]] = {
 class Rule:
     """What a key is.
 
-    text: what it is for. choices: the texts that are allowed. least: of a number. example: a value to show where there
-    is no default.
+    text: what it is for. choices: the texts that are allowed. least: of a number. example: a value to show if there is
+    no default.
     """
 
     text: str = ""
@@ -53,7 +53,7 @@ def key(
     least: int | None = None,
     example: str = "",
 ) -> Any:
-    """A field of a section; see `Rule`."""
+    """Return a field of a section; see `Rule`."""
     rule = Rule(text=text, choices=tuple(choices), least=least, example=example)
     return dataclasses.field(default=default, metadata={"rule": rule})
 
@@ -69,22 +69,22 @@ class Key:
 
     @property
     def required(self) -> bool:
-        """Whether it must be written."""
+        """Return whether it must be written."""
         return self.default is REQUIRED
 
     @property
     def words(self) -> str:
-        """What may stand there."""
+        """Return what may stand there."""
         return words_of(self.hint, self.rule)
 
     @property
     def takes_algorithm(self) -> bool:
-        """Whether it takes an algorithm, which parsing.py makes from a name and options."""
+        """Return whether it takes an algorithm, which parsing.py makes from a name and options."""
         return Algorithm in (self.hint, *typing.get_args(self.hint))
 
 
 def keys_of(kind: type, *, leave: Collection[str] = ()) -> dict[str, Key]:
-    """The keys of a dataclass, in the order of its fields."""
+    """Return the keys of a dataclass, in the order of its fields."""
     hints = typing.get_type_hints(kind)
     found = {}
     for field in dataclasses.fields(kind):
@@ -99,10 +99,10 @@ class WrongValueError(Exception):
     """A value that a key cannot have; the text is for people."""
 
 
-def converted(key: Key, value: Any) -> Any:
-    """The value as the field has it. Raises WrongValueError with what was expected and what was found."""
+def convert(key: Key, value: Any) -> Any:
+    """Return the value as the field has it. Raises WrongValueError with what was expected and what was found."""
     try:
-        return _converted(key.hint, key.rule, value)
+        return _convert(key.hint, key.rule, value)
     except _NoMatch:
         raise WrongValueError(f"expected {key.words}, got {found_words(value)}") from None
 
@@ -111,19 +111,21 @@ class _NoMatch(Exception):  # noqa: N818 - never leaves this module
     """The value is not of the type."""
 
 
-def _converted(hint: Any, rule: Rule, value: Any) -> Any:
+def _convert(hint: Any, rule: Rule, value: Any) -> Any:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in UNIONS:
-        return _first(parts, rule, value)
+        return _convert_to_any(parts, rule, value)
     if origin in LISTS:
         if not isinstance(value, list):
             raise _NoMatch
-        return tuple(_converted(parts[0], rule, each) for each in value)
+        return tuple(_convert(parts[0], rule, each) for each in value)
     choices = parts if origin is typing.Literal else rule.choices if hint is str else ()
+    # In Python, True == 1 and 1 == 1.0.
     if choices and not any(value == one and type(value) is type(one) for one in choices):
         raise _NoMatch
     if origin is typing.Literal:
         return value
+    # The exact type: isinstance takes True for an int.
     if hint not in SCALARS or type(value) not in SCALARS[hint]:
         raise _NoMatch
     if value == "" or (hint is int and rule.least is not None and value < rule.least):
@@ -132,31 +134,33 @@ def _converted(hint: Any, rule: Rule, value: Any) -> Any:
 
 
 def _path(text: str) -> Path:
-    """The path. Raises WrongValueError where no file can have it."""
+    """Return the path. Raises WrongValueError if no file can have it."""
     try:
         if b"\0" in os.fsencode(text):
             raise ValueError("no name holds a NUL")
         path = Path(text).expanduser()
+        # It raises here, where the key is known, for what would fail in the middle of a run: links in a circle, say.
         path.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle, a user who is not known
         raise WrongValueError(f"expected a path, got {found_words(text)}: {error}") from None
     return path
 
 
-def _first(parts: Sequence[Any], rule: Rule, value: Any) -> Any:
-    """The value as the first of several types that has it."""
+def _convert_to_any(parts: Sequence[Any], rule: Rule, value: Any) -> Any:
+    """Return the value as the first of several types that has it."""
     for part in parts:
         try:
-            return _converted(part, rule, value)
+            return _convert(part, rule, value)
         except _NoMatch:
             continue
     raise _NoMatch
 
 
 def words_of(hint: Any, rule: Rule) -> str:
-    """What a type and a rule allow, in words."""
+    """Return what a type and a rule allow, in words."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in UNIONS:
+        # "null" comes last.
         return " or ".join(words_of(part, rule) for part in sorted(parts, key=lambda part: part is type(None)))
     if origin is typing.Literal:
         return f"one of {', '.join(map(str, parts))}"
@@ -172,14 +176,14 @@ def words_of(hint: Any, rule: Rule) -> str:
 
 
 def found_words(value: Any) -> str:
-    """What stands there, in few words."""
+    """Return what stands there, in few words."""
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
     return "nothing" if value is None else short(value)
 
 
 def unknown_words(name: str, known: Iterable[str], what: str, elsewhere: Mapping[str, str] | None = None) -> str:
-    """What an unknown name may have been meant for, and what there is.
+    """Say what an unknown name may have been meant for, and which names there are.
 
     Args:
         name: the one that is not known.
@@ -194,7 +198,7 @@ def unknown_words(name: str, known: Iterable[str], what: str, elsewhere: Mapping
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
-    """The name that is most like another, if one is."""
+    """Return the name that is most like another; None if none is."""
     folded = {one.casefold(): one for one in names}
     found = difflib.get_close_matches(name.casefold(), list(folded), n=1)
     return folded[found[0]] if found else None

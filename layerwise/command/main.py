@@ -1,10 +1,10 @@
 """The command line, `python -m layerwise CONFIG.yaml`.
 
     read        rank 0 reads the config, all ranks parse the same text
-    finished?   where checkpoint_dir says so, that is told, and nothing else happens
+    finished?   if checkpoint_dir says so, the command tells that and does nothing else
     check       everything that can be refused is refused (checks.py)
     load        each rank its shards
-    search      where there are several recipes: one for each weight, measured layer by layer
+    search      if there are several recipes: one for each weight, measured layer by layer
     calibrate   layer by layer, from the checkpoint_dir on
     write       reports, checkpoint, directory (outputs.py)
 
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_hooks.ranks.across_ranks import is_first, on_first, rank_of, ranks_of
 from layerwise.calibrate import calibrate
-from layerwise.command.checks import Fitting, checked, device_of, of_first
+from layerwise.command.checks import Fitting, check_fit, device_of, of_first
 from layerwise.command.config import Config
 from layerwise.command.data import batches_of
 from layerwise.command.model import load
@@ -45,6 +45,7 @@ from qtensor.spec.recipes import Recipe
 
 PROGRAM = "python -m layerwise"
 DONE, FAILED, REFUSED = 0, 1, 2
+# What a run may fail by; any other exception is a defect of the program, so it keeps its traceback.
 RUN_ERRORS = (OSError, ValueError, TypeError, RuntimeError, ImportError, EOFError, CheckpointException)
 TELL_BEFORE_LEAVING = timedelta(seconds=10)
 CONNECT_BEFORE_LEAVING = timedelta(minutes=5)
@@ -70,7 +71,7 @@ class _CommandParser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     found = _CommandParser(
         prog=PROGRAM,
         description=ABOUT,
@@ -86,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, *, algorithms: Algorithms) -> int:
-    """Run the command; returns the exit status.
+    """Run the command and return the exit status.
 
     Args:
         argv: the arguments, without the program's name; None: those of the process.
@@ -102,14 +103,15 @@ def main(argv: Sequence[str] | None = None, *, algorithms: Algorithms) -> int:
     if arguments.example:
         sys.stdout.write(example(algorithms))
         return DONE
-    with _process_group(), _warnings_told():
+    with _process_group(), _tell_warnings():
         status = _status(lambda: _run(arguments, algorithms), arguments.config)
+        # A rank that failed waits for a short time only: the others may be in collectives that it never joins.
         _meet(TELL_BEFORE_LEAVING if status != DONE else CONNECT_BEFORE_LEAVING)
         return status
 
 
 def _status(run: Callable[[], None], config: str) -> int:
-    """The exit status; an error is told on rank 0."""
+    """Run the command, tell an error on rank 0, and return the exit status."""
     try:
         run()
     except ConfigError as error:
@@ -128,25 +130,29 @@ def _status(run: Callable[[], None], config: str) -> int:
 def _run(arguments: argparse.Namespace, algorithms: Algorithms) -> None:
     config = parse(of_first(lambda: _text_of(Path(arguments.config))), algorithms)
     directory = config.calibration.checkpoint_dir
-    now, before, finished = of_first(lambda: _looked_up(config))
+    # Only rank 0 looks: a file system may show different ranks different states, and all must go the same way.
+    now, before, finished = of_first(lambda: _look_up(config))
     if finished:
         _tell(f"finished already, by an earlier run of this config: {_outputs_in_words(config)}")
         return
-    fitting = checked(config, now, before)
+    fitting = check_fit(config, now, before)
     _tell(f"{arguments.config}: {_plan_in_words(config, fitting)}")
     if arguments.check:
         return
     show = arguments.progress
     device = device_of(config.model.device)
     load(fitting.model, fitting.layers, config.model, device, show=show)
-    recipe = _recipe(config, fitting, device, show=show)
-    result = _calibrated(config, fitting, recipe, device, show=show)
+    recipe = _choose_recipe(config, fitting, device, show=show)
+    result = _calibrate(config, fitting, recipe, device, show=show)
     ours = now.same_run(before)
+    # The record comes before the outputs: a run that stops between them finds outputs that exist and knows whose they
+    # are.
     if directory is not None and not ours:
         on_first(None, lambda: write_record(directory, now, WRITING))
     write_outputs(config, result, fitting.model, dense=fitting.dense, ours=ours, show=show)
     if isinstance(recipe, Assignment):
         on_first(None, lambda: write_assignment(config, recipe))
+    # Only when all outputs are there: the next start believes it, and does nothing.
     if directory is not None:
         on_first(None, lambda: write_record(directory, now, FINISHED))
     if is_first(None):
@@ -164,8 +170,8 @@ def _text_of(path: Path) -> str:
         raise ConfigError(f"it cannot be read: {error}") from None
 
 
-def _looked_up(config: Config) -> tuple[RunRecord, RunRecord | None, bool]:
-    """The record of this run, that of an earlier one, and whether that has written everything, and it is there.
+def _look_up(config: Config) -> tuple[RunRecord, RunRecord | None, bool]:
+    """Return the record of this run, that of an earlier one, and whether all outputs of that are written and there.
 
     Earlier means: of this config, with these files.
     """
@@ -177,8 +183,8 @@ def _looked_up(config: Config) -> tuple[RunRecord, RunRecord | None, bool]:
         raise ConfigError(f"what it names cannot be looked at: {error}") from None
 
 
-def _recipe(config: Config, fitting: Fitting, device: torch.device, *, show: bool) -> Recipe | Assignment:
-    """The recipe of all weights, or what a search has chosen for each."""
+def _choose_recipe(config: Config, fitting: Fitting, device: torch.device, *, show: bool) -> Recipe | Assignment:
+    """Return the recipe of all weights, or what a search has chosen for each."""
     if isinstance(config.recipe, Recipe):
         return config.recipe
     assert config.search is not None
@@ -205,10 +211,10 @@ def _recipe(config: Config, fitting: Fitting, device: torch.device, *, show: boo
     return found
 
 
-def _calibrated(
+def _calibrate(
     config: Config, fitting: Fitting, recipe: Recipe | Assignment, device: torch.device, *, show: bool
 ) -> CalibrationResult:
-    """The calibration's result; what `calibrate` refuses before it begins is a config that does not fit."""
+    """Calibrate and return the result; what `calibrate` refuses before it begins is a config that does not fit."""
     keys = config.calibration
     with _refusing("calibrate"):
         return calibrate(
@@ -232,16 +238,17 @@ def _calibrated(
 
 
 def _data(config: Config, fitting: Fitting, device: torch.device) -> list[dict[str, Any]] | None:
-    """The batches of this rank."""
+    """Return the batches of this rank."""
     if config.data is None or fitting.samples is None:
         return None
     return batches_of(fitting.samples, config.data.batch_size, rank_of(None), ranks_of(None), device)
 
 
 def _places(config: Config, device: torch.device) -> dict[str, Any]:
-    """Where a run through the layers computes, and where it finds their weights."""
+    """Return where a run through the layers computes, and where it finds their weights."""
     unsharded, on_disk = not (dist.is_available() and dist.is_initialized()), config.model.weights_on == "disk"
     return {
+        # The mesh of a sharded model says where it computes; weights on disk have no mesh.
         "device": device if unsharded or on_disk else None,
         "weights": config.model.path if on_disk else None,
     }
@@ -249,7 +256,7 @@ def _places(config: Config, device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """What a function of this name refuses before it begins is a config that does not fit."""
+    """Inside, what a function of this name refuses is raised as ConfigError: the config does not fit."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -277,14 +284,14 @@ def _outputs_in_words(config: Config) -> str:
 
 
 def _tell(text: str, *, everywhere: bool = False) -> None:
-    """A line on stderr, of rank 0."""
+    """Print a line on stderr, on rank 0."""
     if everywhere or is_first(None):
         print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _warnings_told() -> Iterator[None]:
-    """Inside, warnings are lines like other messages, each text once, of rank 0."""
+def _tell_warnings() -> Iterator[None]:
+    """Inside, warnings are lines like other messages, each text once, on rank 0."""
     seen: set[str] = set()
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -293,6 +300,7 @@ def _warnings_told() -> Iterator[None]:
             seen.add(text)
             _tell(f"warning: {text}")
 
+    # Python would print file and line of each, once for every rank.
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
@@ -303,10 +311,12 @@ def _warnings_told() -> Iterator[None]:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """Under torchrun, its process group; one that is there already is taken as it is."""
+    """Under torchrun, make its process group, and destroy it at the end; a group that is there already stays."""
+    # A caller in the same process may have made the group; then it is not ours to destroy.
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         yield
         return
+    # Gathers of shards run on the accelerator; objects and checkpoints travel on the CPU, so gloo is there in any case.
     backend = "gloo"
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
@@ -321,12 +331,14 @@ def _process_group() -> Iterator[None]:
 
 
 def _meet(patience: timedelta) -> None:
-    """Wait for the others before this process leaves their group and ends; give up where they do not come.
+    """Wait for the others before this process leaves their group and ends; give up if they do not come.
 
-    torchrun stops all processes when the first one has failed, also that which tells. And a rank that only hears what
-    rank 0 has found may still connect to it when rank 0 has nothing left to do: its connection would be closed.
+    torchrun stops all processes when the first one has failed, also the one that tells the error. And a rank that only
+    hears what rank 0 has found may still connect to it when rank 0 has nothing left to do: its connection would be
+    closed.
     """
     if ranks_of(None) > 1:
+        # A rank may have ended already. What this process has to tell is told by now, so nothing may hide it.
         with suppress(Exception):
             work = dist.barrier(async_op=True)
             if work is not None:

@@ -1,7 +1,7 @@
 """A model from its directory: on the meta device, sharded layer by layer, its weights read into the shards alone.
 
     built        config.json -> the model on the meta device; tables that no file holds are computed
-    sharded      FSDP groups, one for each layer, where there are several ranks
+    sharded      FSDP groups, one for each layer, if there are several ranks
     load         the files' tensors, each rank its slices; a directory that is quantized, as the values it stands for
 
 With weights on disk the model stays on the meta device, and `calibrate` reads it layer by layer.
@@ -32,7 +32,7 @@ NO_CLASS = (
 
 
 def transformers_library() -> Any:
-    """The module. Raises ConfigError where it is not installed."""
+    """Return the module. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError:
@@ -40,7 +40,7 @@ def transformers_library() -> Any:
 
 
 def built(keys: ModelKeys) -> nn.Module:
-    """The model on the meta device; buffers that no file holds (rotary tables) are on the CPU, computed.
+    """Build the model on the meta device; buffers that no file holds (rotary tables) are on the CPU, computed.
 
     Raises:
         ConfigError: no directory of a model that transformers knows; a buffer that nothing computes.
@@ -57,7 +57,8 @@ def built(keys: ModelKeys) -> nn.Module:
     dtype = config.dtype if keys.dtype == "auto" else getattr(torch, keys.dtype)
     if dtype is None:
         raise ConfigError(f"model.dtype: {keys.path / 'config.json'} names none; say one, such as bfloat16")
-    model, other = (_with_buffers(library, config, dtype, fill) for fill in (0, 1))  # only to compare
+    # A buffer that is the same after both starts was computed; any other would keep arbitrary memory.
+    model, other = (_with_buffers(library, config, dtype, fill) for fill in (0, 1))
     there = dict(other.named_buffers())
     for name, buffer in model.named_buffers():
         if not buffer.is_meta and not torch.equal(_bytes(buffer), _bytes(there[name])):
@@ -69,9 +70,9 @@ def built(keys: ModelKeys) -> nn.Module:
 
 
 def _with_buffers(library: Any, config: Any, dtype: torch.dtype, fill: int) -> nn.Module:
-    """The model on the meta device, with buffers that no file holds as its initialisation leaves them.
+    """Build the model on the meta device, with buffers that no file holds as its initialisation leaves them.
 
-    They hold `fill` before it: what still depends on that afterwards has not been written.
+    They hold `fill` before it: a value that still depends on `fill` afterwards has not been computed.
     """
     found: list[Any] = []
     errors: list[Exception] = []
@@ -83,8 +84,10 @@ def _with_buffers(library: Any, config: Any, dtype: torch.dtype, fill: int) -> n
             errors.append(error)
     if not found:
         raise ConfigError(f"model.path: {NO_CLASS}: {errors[0]}") from None
+    # Some configs are built by both, as different classes: `architectures` names the one whose names the files have.
     model = next((one for one in found if type(one).__name__ in (config.architectures or ())), found[0])
     _keep_in_fp32(model, dtype)
+    # Only buffers outside of the state dict: files may hold all others, and the import fills them.
     kept = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
         if buffer.is_meta and name not in kept:
@@ -97,8 +100,10 @@ def _with_buffers(library: Any, config: Any, dtype: torch.dtype, fill: int) -> n
 
 
 def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
-    """What transformers keeps in fp32 when it loads a model in this dtype, such as the correction bias of a router."""
+    """Cast to fp32 what transformers keeps in it when it loads in this dtype: a router's correction bias, say."""
     attributes = {torch.bfloat16: (LASTING,), torch.float16: (LASTING, LASTING_FP16)}.get(dtype, ())
+    # `from_config` builds everything in `dtype`, and the import would round to that; transformers follows these lists
+    # only while it loads files.
     patterns = lasting_patterns(model, attributes)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and any(one.search(name) for one in patterns):
@@ -106,22 +111,23 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
+    # As bytes: a table may hold NaN, which equals nothing.
     return resolve(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
 
 
 def vocabulary_of(model: Any) -> int:
-    """How many token ids the model knows."""
+    """Return how many token ids the model knows."""
     return int(model.config.get_text_config().vocab_size)
 
 
 def longest_of(model: Any) -> int | None:
-    """How many tokens a sample may have; None where the config does not say."""
+    """Return how many tokens a sample may have; None if the config does not say."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return longest if isinstance(longest, int) else None
 
 
 def load(model: nn.Module, layers: Sequence[nn.Module], keys: ModelKeys, device: torch.device, *, show: bool) -> None:
-    """Shard the model where there are several ranks, and read its weights; on disk they stay where they are.
+    """Shard the model if there are several ranks, and read its weights; weights on disk stay where they are.
 
     Args:
         model: on the meta device.
@@ -142,6 +148,7 @@ def load(model: nn.Module, layers: Sequence[nn.Module], keys: ModelKeys, device:
             fully_shard(layer, mesh=mesh, offload_policy=policy)
         fully_shard(model, mesh=mesh, offload_policy=policy)
     where = torch.device("cpu") if offloaded else None if sharded else device  # None: as the mesh says
+    # After `fully_shard`: each rank reads only the slices of its shards, and no rank ever holds the model.
     import_hf(keys.path, model, on_mismatch="convert", device=where, progress=show)
     if not offloaded:
         _move_buffers(model, device)
@@ -156,5 +163,5 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def directory_files(path: Path) -> list[Path]:
-    """The files of a directory, not those of directories in it."""
+    """Return the files of a directory, without those of directories in it."""
     return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else []

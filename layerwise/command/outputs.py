@@ -31,12 +31,14 @@ def write_outputs(  # noqa: PLR0913 - keyword-only
         result: of the calibration.
         model: that was calibrated.
         dense: whether the model's directory is dense, so that the rest of the model can be taken from there.
-        ours: an earlier run of this config has begun to write; what is complete stays, the other is written again.
+        ours: an earlier run of this config has begun to write; what is complete stays, and the rest is written again.
         show: bars on rank 0.
     """
     output = config.output
     if output.checkpoint is not None:
+        # Quantized weights take the places of the dense ones, which have the same names.
         _save({**plain_state_dict(model), **result.state_dict()}, output.checkpoint)
+    # An export gets its name when it is complete. Only rank 0 looks, since all ranks must take part or none.
     if output.path is not None and not (ours and on_first(None, output.path.exists)):
         _export(config, output.path, result, config.model.path if dense else model, show=show)
     on_first(None, lambda: _write_reports(result.report, output.report))
@@ -65,7 +67,7 @@ def _export(config: Config, path: Path, result: CalibrationResult, rest: Any, *,
 
 
 def _write_reports(report: Report, paths: Iterable[Path]) -> None:
-    """Each in the format of its suffix."""
+    """Write the report to each path, in the format of its suffix."""
     for path in paths:
         if path.suffix == ".json":
             report.save(path)

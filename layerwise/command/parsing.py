@@ -7,7 +7,7 @@ from typing import Any
 from dcp_adapters.records.recipe_names import short_names
 from layerwise.algorithms.algorithm import Algorithm
 from layerwise.command.config import CalibrationKeys, Config, DataKeys, ModelKeys, OutputKeys, SearchKeys, problems_of
-from layerwise.command.keys import Key, WrongValueError, converted, found_words, keys_of, unknown_words
+from layerwise.command.keys import Key, WrongValueError, convert, found_words, keys_of, unknown_words
 from layerwise.command.yaml_text import ConfigError, plain_values
 from layerwise.formats.candidates import Menu
 from qtensor.spec.recipes import Recipe
@@ -27,7 +27,7 @@ Algorithms = Mapping[str, type[Algorithm]]
 
 
 def parse(text: str, algorithms: Algorithms) -> Config:
-    """The config of a YAML text.
+    """Return the config of a YAML text.
 
     Args:
         text: one YAML document.
@@ -41,7 +41,7 @@ def parse(text: str, algorithms: Algorithms) -> Config:
 
 
 def config_of(values: Any, algorithms: Algorithms) -> Config:
-    """`parse`, of plain values."""
+    """Return the config of plain values; see `parse`."""
     problems: list[str] = []
     if not isinstance(values, dict):
         raise ConfigError(f"expected a mapping with the keys {', '.join(TOP)}, got {found_words(values)}")
@@ -63,6 +63,7 @@ def config_of(values: Any, algorithms: Algorithms) -> Config:
         made |= _search(values["recipe"], problems) if searches else {"recipe": _recipe(values["recipe"], problems)}
     if "algorithm" in values:
         made["algorithm"] = _algorithm(values["algorithm"], algorithms, problems)
+    # Keys are compared with each other only once each is right by itself: `Config` could not be made otherwise.
     if not problems:
         config = Config(**made)
         problems = problems_of(config)
@@ -72,7 +73,7 @@ def config_of(values: Any, algorithms: Algorithms) -> Config:
 
 
 def _section(kind: type, given: Any, path: str, problems: list[str]) -> Any:
-    """A section of the config; None where something is wrong with it."""
+    """Return a section of the config; None if something is wrong with it."""
     if given is None:
         given = {}
     if not isinstance(given, dict):
@@ -86,7 +87,7 @@ def _section(kind: type, given: Any, path: str, problems: list[str]) -> Any:
 def _fields(
     keys: Mapping[str, Key], given: Mapping[str, Any], path: str, problems: list[str], what: str
 ) -> dict[str, Any]:
-    """The values of the keys that are given; what is wrong is added to `problems`."""
+    """Return the values of the keys that are given; add what is wrong to `problems`."""
     found = {}
     for name, value in given.items():
         if name not in keys:
@@ -94,7 +95,7 @@ def _fields(
             problems.append(f"{path}.{name}: unknown {word}; {unknown_words(name, keys, what)}")
             continue
         try:
-            found[name] = converted(keys[name], value)
+            found[name] = convert(keys[name], value)
         except WrongValueError as error:
             problems.append(f"{path}.{name}: {error}")
     problems += [
@@ -109,20 +110,21 @@ def _fields(
 
 
 def recipe_keys(kind: type[Recipe]) -> dict[str, Key]:
-    """The options of a recipe: the fields that describe bytes."""
+    """Return the options of a recipe: the fields that describe bytes."""
     other = [field.name for field in dataclasses.fields(kind) if not field.metadata.get("stored", True)]
     return keys_of(kind, leave=other)
 
 
 def recipes() -> dict[str, Recipe]:
-    """The recipes that a config may name: short names first, then the types'."""
+    """Return the recipes that a config may name: short names first, then the types'."""
     short = short_names()
+    # Formats that a user has registered are there, too.
     types = dict.fromkeys((*map(type, short.values()), *registrations()))
     return {**short, **{kind.__name__: kind() for kind in types}}
 
 
 def _search(given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """The recipes to choose from, and how."""
+    """Return the recipes to choose from, and the keys of the search."""
     before, path = len(problems), f"recipe.{SEARCH}"
     options = {name: value for name, value in given.items() if name != SEARCH}
     fields = _fields(keys_of(SearchKeys), options, "recipe", problems, "known keys")
@@ -130,39 +132,42 @@ def _search(given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     if not isinstance(listed, list):
         problems.append(f"{path}: expected a list of recipes, or null among them, got {found_words(listed)}")
         return {}
+    # null among the recipes means that a weight may stay dense.
     chosen = [one and _recipe(one, problems, f"{path}[{number}]") for number, one in enumerate(listed)]
     if len(problems) > before:
         return {}
-    return {"search": SearchKeys(**fields), "recipe": _made(path, _menu, tuple(chosen), {}, problems)}
+    return {"search": SearchKeys(**fields), "recipe": _make(path, _menu, tuple(chosen), {}, problems)}
 
 
 def _menu(chosen: tuple[Recipe | None, ...]) -> Menu:
     try:
         return Menu(chosen)
     except (ValueError, TypeError) as error:
+        # The message stands under a key of the config.
         raise ValueError(str(error).removeprefix("search_formats: ")) from None
 
 
 def _recipe(given: Any, problems: list[str], path: str = "recipe") -> Recipe | None:
     known = recipes()
-    named = _named(given, path, list(known), problems)
+    named = _read_named(given, path, list(known), problems)
     if named is None:
         return None
     name, options = named
     before = len(problems)
     what = f"options of {type(known[name]).__name__}"
-    fields = _fields(_optional(recipe_keys(type(known[name]))), options, path, problems, what)
-    return None if len(problems) > before else _made(path, dataclasses.replace, known[name], fields, problems)
+    fields = _fields(_without_required(recipe_keys(type(known[name]))), options, path, problems, what)
+    return None if len(problems) > before else _make(path, dataclasses.replace, known[name], fields, problems)
 
 
 def _algorithm(given: Any, algorithms: Algorithms, problems: list[str], path: str = "algorithm") -> Algorithm | None:
-    """An algorithm; those among its options are given in the same way, or as null where there may be none."""
-    named = _named(given, path, list(algorithms), problems)
+    """Return an algorithm; its options may be algorithms, given in the same way, or null if they may be left out."""
+    named = _read_named(given, path, list(algorithms), problems)
     if named is None:
         return None
     name, options = named
     before = len(problems)
     keys = keys_of(algorithms[name])
+    # keys.py converts plain values alone, so algorithms among the options are made here.
     inner = {
         option: _algorithm(value, algorithms, problems, f"{path}.{option}")
         for option, value in options.items()
@@ -170,15 +175,15 @@ def _algorithm(given: Any, algorithms: Algorithms, problems: list[str], path: st
     }
     plain = {option: value for option, value in options.items() if option not in inner}
     fields = {**_fields(keys, plain, path, problems, f"options of {name}"), **inner}
-    return None if len(problems) > before else _made(path, _call, algorithms[name], fields, problems)
+    return None if len(problems) > before else _make(path, _call, algorithms[name], fields, problems)
 
 
 def _call(kind: Any, **fields: Any) -> Any:
     return kind(**fields)
 
 
-def _made(path: str, make: Any, kind: Any, fields: Mapping[str, Any], problems: list[str]) -> Any:
-    """What `make` returns; what it refuses is added to `problems`."""
+def _make(path: str, make: Any, kind: Any, fields: Mapping[str, Any], problems: list[str]) -> Any:
+    """Return what `make` returns; add what it refuses to `problems`."""
     try:
         return make(kind, **fields)
     except (ValueError, TypeError) as error:
@@ -186,8 +191,10 @@ def _made(path: str, make: Any, kind: Any, fields: Mapping[str, Any], problems: 
         return None
 
 
-def _named(given: Any, path: str, known: Collection[str], problems: list[str]) -> tuple[str, dict[str, Any]] | None:
-    """The name and the options of `NAME`, or of a mapping with `name: NAME` and options; None where it is neither."""
+def _read_named(
+    given: Any, path: str, known: Collection[str], problems: list[str]
+) -> tuple[str, dict[str, Any]] | None:
+    """Return the name and options of `NAME`, or of a mapping with `name: NAME` and options; None if it is neither."""
     if isinstance(given, str):
         given = {NAME: given}
     if not isinstance(given, dict):
@@ -206,6 +213,6 @@ def _named(given: Any, path: str, known: Collection[str], problems: list[str]) -
     return name, {option: value for option, value in given.items() if option != NAME}
 
 
-def _optional(keys: Mapping[str, Key]) -> dict[str, Key]:
-    """The keys, none of them required: what is not given stays as the named recipe has it."""
+def _without_required(keys: Mapping[str, Key]) -> dict[str, Key]:
+    """Return the keys, none of them required: what is not given stays as the named recipe has it."""
     return {name: dataclasses.replace(key, default=None) for name, key in keys.items()}

@@ -1,4 +1,4 @@
-"""What a run tells the next one in its checkpoint_dir: of which config it was, and how far its outputs are.
+"""What a run tells the next one in its checkpoint_dir: which config it had, and how far its outputs are.
 
     checkpoint_dir/command.json    {"version": 1, "config": ..., "files": {path: [bytes, ns]}, "state": ...}
 
@@ -36,11 +36,11 @@ class RunRecord:
     state: str = WRITING
 
     def same_run(self, other: "RunRecord | None") -> bool:
-        """Whether both are of the same config and the same files."""
+        """Return whether both are of the same config and the same files."""
         return other is not None and (self.config, self.files) == (other.config, other.files)
 
     def changed(self, other: "RunRecord") -> str | None:
-        """The first file that is another one, or was not there, in a record of the same config."""
+        """Return the first file that has changed, or is in only one of two records of the same config; else None."""
         if self.config != other.config:
             return None
         names = [*self.files, *other.files]
@@ -48,14 +48,16 @@ class RunRecord:
 
 
 def record_of(config: Config) -> RunRecord:
-    """The record of a run of this config that begins now."""
+    """Return the record of a run of this config that begins now."""
     data = config.data
     named = [None if data is None else data.path, config.output.like]
     read = [*directory_files(config.model.path), *(path for path in named if path is not None)]
     if data is not None and data.tokenizer is not None:
         read += directory_files(data.tokenizer)
     return RunRecord(
-        config=json.loads(json.dumps(plain(config))), files={str(path.absolute()): _state_of(path) for path in read}
+        # Through JSON, so that it equals a record that was read: tuples become lists.
+        config=json.loads(json.dumps(plain(config))),
+        files={str(path.absolute()): _state_of(path) for path in read},
     )
 
 
@@ -64,14 +66,16 @@ def _state_of(path: Path) -> list[int]:
         found = path.stat()
     except FileNotFoundError:
         return []
+    # Size and time, no digest: reading a large model's files would take minutes before every start.
     return [found.st_size, found.st_mtime_ns]
 
 
 def read_record(directory: Path | None) -> RunRecord | None:
-    """The record in a directory; None where there is none that this version reads."""
+    """Return the record in a directory; None if this version reads none there."""
     if directory is None:
         return None
     try:
+        # A record that cannot be read counts as none: then outputs that exist are refused, and nothing is overwritten.
         held = json.loads((directory / NAME).read_bytes())
         if held.pop("version") != VERSION:
             return None
@@ -81,10 +85,11 @@ def read_record(directory: Path | None) -> RunRecord | None:
 
 
 def write_record(directory: Path, record: RunRecord, state: str) -> None:
-    """Replace the record in one step; durable when it returns."""
+    """Replace the record in one step; it is durable when this returns."""
     temporary = directory / f".{NAME}.{uuid.uuid4().hex[:8]}.partial"
     text = json.dumps({"version": VERSION, **asdict(replace(record, state=state))}, indent=1)
     temporary.write_text(text, encoding="utf-8")
+    # The bytes must be durable before the name is, or a crash may leave an empty record under it.
     sync(temporary)
     temporary.replace(directory / NAME)
     sync(directory)

@@ -21,7 +21,7 @@ ALGORITHM = "how scales and values are found: a name alone, or a mapping with it
 
 
 def example(algorithms: Algorithms) -> str:
-    """A config with every key, which is valid as it stands."""
+    """Return a config with every key, which is valid as it stands."""
     sections = {name: list(_section(kind)) for name, kind in SECTIONS.items()}
     recipe = [*_comment(RECIPE), "recipe:", "  name: nvfp4", *_recipes(), *_search()]
     algorithm = [*_comment(ALGORITHM), "algorithm:", "  name: Mse", *_algorithms(algorithms)]
@@ -33,7 +33,7 @@ def example(algorithms: Algorithms) -> str:
 
 
 def table() -> str:
-    """Markdown: a row for each key of the sections."""
+    """Return a table in Markdown, with a row for each key of the sections."""
     rows = ["| key | what it takes | default | what it is for |", "|---|---|---|---|"]
     for section, kind in {"recipe": SearchKeys, **SECTIONS}.items():
         if kind is SearchKeys:
@@ -49,6 +49,7 @@ def _section(kind: type) -> Iterator[str]:
         yield from _comment(f"{key.rule.text} ({key.words})", "  ")
         shown = key.rule.example and (key.required or key.default is None)
         value = key.rule.example if shown else _yaml(key.default)
+        # A config without an output is refused, so the example names one to be valid as it stands.
         needed = key.required or (key.name == "path" and shown)
         yield f"  {key.name}: {value}" if needed else f"  #: {key.name}: {value}"
 
@@ -87,7 +88,7 @@ def _comment(text: str, indent: str = "") -> list[str]:
 
 
 def _yaml(value: Any) -> str:
-    """A default as YAML."""
+    """Return a default as YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Algorithm):

@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 
 
 def plain_values(text: str) -> Any:
-    """The one document of a YAML text, as dicts, lists, texts, numbers, booleans and None.
+    """Return the one document of a YAML text, as dicts, lists, texts, numbers, booleans and None.
 
     Raises:
         ConfigError: it is no YAML, a key stands twice, or it uses what is refused, with the line; or PyYAML is not
@@ -53,12 +53,15 @@ class _Values:
 
     def value(self, node: Any, depth: int) -> Any:
         line = node.start_mark.line + 1
-        if depth > DEEPEST:  # also where an alias leads back to what it is in
+        # Also an alias that leads back to a node around it ends here.
+        if depth > DEEPEST:
             raise ConfigError(f"line {line}: it is nested deeper than {DEEPEST} levels")
         if node.tag not in TAGS:
             raise ConfigError(f"line {line}: the tag {node.tag!r} has no meaning here; leave it out")
+        # Each alias would be made anew otherwise; aliases of aliases grow exponentially.
         if id(node) not in self.made:
             if isinstance(node, self.yaml.ScalarNode):
+                # A quoted scalar is a text, whatever it looks like.
                 self.made[id(node)] = node.value if node.style is not None else _scalar(node.value)
             elif isinstance(node, self.yaml.SequenceNode):
                 self.made[id(node)] = [self.value(each, depth + 1) for each in node.value]
@@ -83,9 +86,10 @@ class _Values:
 
 
 def _scalar(text: str) -> Any:
-    """The value of a scalar without quotes."""
+    """Return the value of a scalar without quotes."""
     if text in WORDS:
         return WORDS[text]
     if INTEGER.fullmatch(text):
+        # A longer one may not fit in 64 bits; as a text it is refused with the key's name.
         return int(text) if len(text) < 19 else text
     return float(text) if NUMBER.fullmatch(text) else text

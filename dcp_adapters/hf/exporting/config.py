@@ -39,7 +39,7 @@ class ModelConfig:
     """A model's description.
 
     values: of config.json. others: file name -> JSON, for files that are made. files: those to copy. weights: names of
-    the tensors beside it, where it is a directory with weights.
+    the tensors beside it, if it is a directory with weights.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -49,20 +49,20 @@ class ModelConfig:
 
     @property
     def tied(self) -> bool:
-        """Whether the output projection is the embedding."""
+        """Return whether the output projection is the embedding."""
         text = self.values.get("text_config")
         nested = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
         return bool(self.values.get("tie_word_embeddings", nested))
 
     @property
     def model_types(self) -> set[str]:
-        """The types of the model, and of the text model inside it if there is one."""
+        """Return the types of the model, and of the text model inside it if there is one."""
         text = self.values.get("text_config")
         found = (self.values.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
         return {one for one in found if isinstance(one, str)}
 
     def of_dtype(self, dtype: str) -> "ModelConfig":
-        """The same, saying that the weights have this dtype, in all its sections."""
+        """Return the same, saying that the weights have this dtype, in all its sections."""
         return replace(self, values=of_dtype(self.values, dtype, known=DTYPES))
 
     def write(self, directory: Path, made: Mapping[str, Any], dtype: str) -> None:
@@ -73,7 +73,7 @@ class ModelConfig:
             (directory / name).write_text(json.dumps(content, indent=2) + "\n")
 
     def json(self, made: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-        """File name -> content of the files of JSON that are made; arguments as of `write`."""
+        """Map file names to the content of the files of JSON that are made; arguments as of `write`."""
         config = {**self.values, "quantization_config": made[CONFIG]}
         if not said_of_dtype(config):
             config["dtype"] = dtype
@@ -81,7 +81,7 @@ class ModelConfig:
 
 
 def described_model(source: Any, prefix: str | None) -> Any:
-    """What describes itself in what is exported: the model below wrappers, or in a module that only holds it.
+    """Return the model that describes itself: the one below wrappers, or inside of a module that only holds it.
 
     That is the module at the prefix, or the only one inside; a source that is no module is given back.
     """
@@ -94,16 +94,17 @@ def described_model(source: Any, prefix: str | None) -> Any:
         inside = dict(plain_modules(model, remove_duplicate=False))
         return inside.get(prefix.removesuffix("."), model)
     children = list(model.children())
+    # A module with parameters of its own is a model, and no mere holder of one.
     alone = len(children) == 1 and not any(True for _ in model.parameters(recurse=False))
     return described_model(children[0], None) if alone else model
 
 
 def model_config(config: Any, source: Any, prefix: str | None = None) -> ModelConfig:
-    """The description that was given, or that a transformers model has.
+    """Return the description that was given, or that a transformers model has.
 
     Args:
         config: the path of a directory or of a config.json, a dict, an object with `to_dict()`, or None.
-        source: what is exported; a module's `config` and `generation_config` are taken where `config` is None.
+        source: what is exported; a module's `config` and `generation_config` are taken if `config` is None.
         prefix: of the weights in it.
 
     Raises:
@@ -119,7 +120,7 @@ def model_config(config: Any, source: Any, prefix: str | None = None) -> ModelCo
 
 
 def shard_size(text: int | str) -> int:
-    """Bytes: a number, or one with a unit ("5GB", "500MiB"). Raises ValueError for anything else."""
+    """Return bytes, from a number or one with a unit ("5GB", "500MiB"). Raises ValueError for anything else."""
     size = 0
     if isinstance(text, int):
         size = 0 if isinstance(text, bool) else text
@@ -155,7 +156,7 @@ def _of_path(path: Path) -> ModelConfig:
 
 
 def _weight_names(path: Path) -> frozenset[str]:
-    """The model's tensors in a directory, by the model's names also where they are quantized; none if not known."""
+    """Return the model's tensors in a directory, quantized ones by the weight's name; none if they are not known."""
     try:
         directory = read_directory(path)
     except FileNotFoundError:
@@ -183,7 +184,7 @@ def _of_module(model: nn.Module) -> ModelConfig:
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
-    """A dict of what a config holds; of a config object what is not its default, as it is saved."""
+    """Return what a config holds as a dict; of a config object only what is not its default, as it is saved."""
     if isinstance(config, Mapping):
         return dict(config)
     to_dict = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
@@ -194,5 +195,5 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """A dtype, as config.json writes it."""
+    """Return a dtype as config.json writes it."""
     return str(value).removeprefix("torch.")

@@ -17,7 +17,7 @@ from fsdp_hooks.wrappers import ModulePlace, places
 
 
 def scale_entries(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[str]]:
-    """Name of an `input_scale` entry -> the modules whose inputs it scales; experts have one for all, or one each."""
+    """Map an `input_scale` entry to the modules whose inputs it scales; experts have one for all, or one each."""
     together = {
         f"{name}.{INPUT_SCALE}": [piece.module for piece in those]
         for name, those in pieces.items()
@@ -33,7 +33,7 @@ def input_scales(
     scales: Mapping[str, float],
     also: Mapping[str, str],
 ) -> dict[str, float]:
-    """Module -> the scale of its inputs; those that are fused get the largest, as their input is one."""
+    """Map each module to the scale of its inputs; fused ones get the largest, as their input is one."""
     own = {module: scales[entry] for entry, modules in entries.items() if entry in scales for module in modules}
     unusable = [module for module, value in own.items() if not (math.isfinite(value) and value > 0)]
     if unusable:
@@ -50,7 +50,7 @@ def input_scales(
 
 
 def check_fused(schemes: Mapping[str, Scheme], ignored: Sequence[str], also: Mapping[str, str]) -> None:
-    """Refuse linears that are fused and quantized in different ways."""
+    """Refuse linears that engines fuse and that are quantized in different ways."""
     for members in fused_sets([*schemes, *ignored], also):
         found = {str(schemes.get(module, "not quantized")) for module in members}
         if len(found) > 1:
@@ -66,12 +66,13 @@ def renewed_scales(
     *,
     requantize: bool,
 ) -> dict[str, float]:
-    """Weight -> the global scale to quantize it under anew, where linears that are fused do not share theirs."""
+    """Map weights to the global scale to requantize them under, for fused linears that do not share theirs."""
     renewed: dict[str, float] = {}
     apart = []
     for members in fused_sets((module for module in owners if schemes[module].kind == "nvfp4"), also):
         names = list(dict.fromkeys(owners[module] for module in members))
         largest = max(scales[name] for name in names)
+        # Under a smaller scale the largest values would no longer fit.
         other = {name: largest for name in names if scales[name] != largest}
         if other:
             apart.append(names)
@@ -89,7 +90,7 @@ def renewed_scales(
 
 
 def fused_linears(model: nn.Module) -> list[list[str]]:
-    """The linears of a model that inference engines run as one, by the names of their modules, set by set.
+    """Return the linears of a model that inference engines run as one, by the names of their modules, set by set.
 
     The names are those of `named_modules()`: with the steps into wrappers (of torch.compile, peft and the like) that
     are around a module. Which linears belong together is told without these steps.
@@ -105,6 +106,7 @@ def fused_linears(model: nn.Module) -> list[list[str]]:
         [['mlp.gate_proj', 'mlp.up_proj']]
         ```
     """
+    # By identity: a module that stands in two places is one linear.
     found: dict[int, ModulePlace] = {}
     for place in places(model):
         if isinstance(place.module, nn.Linear) and not place.adapter:
@@ -116,7 +118,7 @@ def fused_linears(model: nn.Module) -> list[list[str]]:
 def kv_granularity(
     attentions: Mapping[str, Mapping[str, str]], records: Mapping[str, Entry], layout: Layout
 ) -> Literal["tensor", "head"] | None:
-    """What has scales of the KV cache: each attention, each of its heads, or nothing.
+    """Tell what has scales of the KV cache: each attention, each of its heads, or nothing.
 
     Raises:
         ValueError: the layout has no such scales; attentions have different ones.
@@ -144,11 +146,12 @@ def kv_granularity(
 
 
 def kv_attentions(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Attention -> {"k_scale": its entry, "v_scale": ...}; the entries are `<attention>[.k_proj].k_scale`."""
+    """Map attentions to {"k_scale": its entry, "v_scale": ...}; the entries are `<attention>[.k_proj].k_scale`."""
     found: dict[str, dict[str, str]] = {}
     for name in names:
         parent, _, own = name.rpartition(".")
         if own in KV_SCALES:
+            # ModelOpt has them inside of k_proj and v_proj, other layouts beside these.
             attention = parent.removesuffix(f".{own[0]}_proj")
             found.setdefault(attention, {})[own] = name
     for attention, entries in found.items():

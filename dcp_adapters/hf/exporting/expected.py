@@ -35,7 +35,7 @@ class Expected:
     """What is known of the files.
 
     names: of tensors in memory. held: names in the config's directory, those of linears of experts; none if it has no
-    weights. architecture: of the config, as transformers builds it to read the layout; None where it is not known.
+    weights. architecture: of the config, as transformers builds it to read the layout; None if it is not known.
     said: whether the config names its class; else it is guessed. own: of what is exported.
     """
 
@@ -46,7 +46,7 @@ class Expected:
     own: Architecture | None = None
 
     def named(self, names: Iterable[str]) -> dict[str, str]:
-        """Name of a source's tensor -> its name in the files.
+        """Map the names of a source's tensors to their names in the files.
 
         Raises:
             ValueError: the files have it in another form.
@@ -67,11 +67,11 @@ class Expected:
 
     @property
     def asks(self) -> Collection[str]:
-        """The names of what transformers builds to read the files."""
+        """Return the names of what transformers builds to read the files."""
         return () if self.architecture is None else self.architecture.shapes
 
     def strays(self, weights: Iterable[str]) -> list[str]:
-        """Those that transformers would read, and the config's directory does not have under these names."""
+        """Return names that transformers would read, and that the config's directory does not have."""
         own = self.own
         if own is None or not self.held:
             return []
@@ -85,18 +85,18 @@ class Expected:
         ]
 
     def is_joined(self, name: str) -> bool:
-        """Whether a weight of all experts is, by transformers' rules, the linears of the files that are made of it."""
+        """Return whether transformers' rules join the linears of the files to this weight of all experts."""
         return name in self.names.in_memory and name not in self.names.whole
 
     def _read(self, own: Collection[str]) -> dict[str, str]:
-        """Names of files of other versions -> those in memory."""
+        """Map names of files of other versions to those in memory."""
         known = self.names.in_files.keys() | self.names.in_memory.keys() | self.held
         if self.own is None or all(name in known for name in own):
             return {}
         return self.own.named(own).in_memory
 
     def in_files(self, source: Source) -> Source:
-        """A source under the names of the files."""
+        """Return a source under the names of the files."""
         named = self.named(source.entries)
         return source if all(name == other for name, other in named.items()) else RenamedSource(source, named)
 
@@ -105,7 +105,7 @@ UNKNOWN = Expected()
 
 
 def expected_of(described: ModelConfig, given: Any, layout: Layout) -> Expected:
-    """What files must hold.
+    """Return what files must hold.
 
     Args:
         described: the model's description.
@@ -114,6 +114,7 @@ def expected_of(described: ModelConfig, given: Any, layout: Layout) -> Expected:
     """
     own = architecture_of(given)
     config = {**described.values}
+    # A config may name no class, but the model that is exported has one.
     if own is not None and not config.get("architectures"):
         config["architectures"] = [own.class_name]
     built = architecture_said(config, quantized_as=layout.name)
@@ -122,6 +123,7 @@ def expected_of(described: ModelConfig, given: Any, layout: Layout) -> Expected:
     if architecture is not None:
         written: Collection[str] = described.weights
         if not written:
+            # Without a directory the files are named as `save_pretrained` would name them.
             with suppress(Exception):  # an operation that transformers cannot do on the meta device: names stay
                 written = architecture.written()
         names = architecture.named(written)
@@ -153,47 +155,47 @@ class RenamedSource(Source):
         }
 
     def own_name(self, name: str) -> str:
-        """In memory."""
+        """Return the name in memory."""
         return self._source.own_name(self._own[name])
 
     def check_spanned(self, group: Ranks) -> None:
-        """Of the source."""
+        """Ask the source, by its own name."""
         self._source.check_spanned(group)
 
     def way(self, name: str) -> str:
-        """As the source says."""
+        """Ask the source, by its own name."""
         return self._source.way(self._own[name])
 
     def begin(self, names: Sequence[str], keep: Keep) -> TensorGroup:
-        """Of the source."""
+        """Ask the source, by its own name."""
         return _RenamedGroup(self._source.begin([self._own[name] for name in names], keep), self._own)
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """From the source."""
+        """Read from the source, by its own name."""
         return self._source.parts(self._own[name])
 
     def part(self, name: str, part: str) -> Tensor:
-        """From the source."""
+        """Read from the source, by its own name."""
         return self._source.part(self._own[name], part)
 
     def pieces(self, name: str, part: str) -> Iterator[TensorPiece]:
-        """From the source."""
+        """Read from the source, by its own name."""
         return self._source.pieces(self._own[name], part)
 
     def local(self, name: str) -> Tensor:
-        """Of the source."""
+        """Ask the source, by its own name."""
         return self._source.local(self._own[name])
 
     def scalar(self, name: str, part: str) -> float:
-        """Of the source."""
+        """Ask the source, by its own name."""
         return self._source.scalar(self._own[name], part)
 
     def replicas(self, name: str) -> list[Tensor]:
-        """Of the source."""
+        """Ask the source, by its own name."""
         return self._source.replicas(self._own[name])
 
     def shared(self, name: str) -> tuple[str, Tensor] | None:
-        """Of the source."""
+        """Ask the source, by its own name."""
         return self._source.shared(self._own[name])
 
 
@@ -212,7 +214,7 @@ class _RenamedGroup(TensorGroup):
 
 
 def check_outputs(plan: ExportPlan, expected: Expected, *, tied: bool, rest: bool) -> None:
-    """Refuse files that lack tensors of the model, or hold any that it does not have, or one twice.
+    """Refuse files that lack tensors of the model, hold one twice, or hold any that it does not have.
 
     Args:
         plan: of the export.
@@ -233,6 +235,8 @@ def check_outputs(plan: ExportPlan, expected: Expected, *, tied: bool, rest: boo
         unexpected = list(dict.fromkeys(unknown + expected.strays(weights)))
         _refuse_misfits(read)
     elif expected.held:
+        # Models compute inv_freq, and files of old versions have it; a tied output projection is written as the
+        # embedding.
         left = ("inv_freq", "lm_head.weight") if tied else ("inv_freq",)
         missing = sorted(name for name in expected.held - weights.keys() if not name.endswith(left))
         unexpected = [name for name in weights if name not in expected.held and not name.endswith("lm_head.weight")]
@@ -240,14 +244,14 @@ def check_outputs(plan: ExportPlan, expected: Expected, *, tied: bool, rest: boo
         return
     if unexpected:
         raise ValueError(
-            f"{_told(unexpected)}: the config's model has no such tensor, so engines would not read it. Names must be "
+            f"{_few(unexpected)}: the config's model has no such tensor, so engines would not read it. Names must be "
             "those of the model or of its files, all behind one prefix or without any; cut off a prefix by prefix=... "
             "(--prefix), leave out what is not the model's, or give the config of the model that has it"
         )
     if missing:
         who = "the source and rest= lack" if rest else "the source lacks"
         raise ValueError(
-            f"{who} {len(missing)} tensors of the model ({_told(missing)}); say by rest=... (--rest) where they are "
+            f"{who} {len(missing)} tensors of the model ({_few(missing)}); say by rest=... (--rest) where they are "
             "taken from, for example the model's directory"
         )
 
@@ -267,5 +271,5 @@ def _refuse_misfits(read: Read) -> None:
         )
 
 
-def _told(names: Sequence[str]) -> str:
+def _few(names: Sequence[str]) -> str:
     return ", ".join([*names[:SHOWN], *["..."] * (len(names) > SHOWN)])

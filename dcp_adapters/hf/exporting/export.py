@@ -85,7 +85,7 @@ def export_hf(  # noqa: PLR0913 - options of one operation
             stay as they are. What is a buffer a module says; for anything else, `config` if transformers knows its
             architecture; else what is fp32 beside others in fewer bits stays, and a warning tells of it.
         max_shard_size: bytes of a file, as a number or as "5GB"; a weight with its scales is never split.
-        verify_checksums: compare what is read of checkpoints with their checksums, where they have some.
+        verify_checksums: compare what is read of checkpoints with their checksums, if they have some.
         progress: a bar on rank 0, if it has a terminal.
         adapters: of peft, that are not merged: "raise", they are refused, since they would be lost; "base", the model
             below them is exported.
@@ -120,6 +120,8 @@ def export_hf(  # noqa: PLR0913 - options of one operation
     if dtype is not None and dtype not in APPEARANCE_DTYPES:
         raise ValueError(f"export_hf: dtype={dtype} is not one of torch.bfloat16, torch.float16, torch.float32")
     with waited_for(ranks, "export_hf"):
+        # Rank 0 alone reads it: a config is a few files, and thousands of ranks would ask the file system for them at
+        # once.
         described = on_first(ranks, lambda: _description(out_dir, config, (state_dict_or_checkpoint, prefix), dtype))
     asked = Asked(
         caller="export_hf",
@@ -140,12 +142,14 @@ def export_hf(  # noqa: PLR0913 - options of one operation
 
 
 def _publish_files(final: Path, source: Source, asked: Asked, plan: ExportPlan, *, show: bool) -> Path:
-    """The files in a hidden directory, which then gets its name."""
+    """Write the files into a hidden directory, which then gets its name, and return that."""
     group = asked.group
     begun = Path(on_first(group, lambda: str(begun_directory(final, asked.described, plan))))
+    # A plan has the names of the files, and FSDP modules know those in memory.
     group_of = own_groups(source, groups_of(asked.given, asked.prefix))
     first = is_first(group)
     told = log_work(LOG, "export_hf to %s", final, nbytes=plan.nbytes)
+    # Rank 0 made the hidden directory, so rank 0 alone removes it.
     with told, remove_on_error(begun) if first else nullcontext():
         with progress_bar("exporting", plan.nbytes, enabled=show and first) as advance:
             write_files(source, plan, begun, group_of, advance, group)
@@ -156,7 +160,7 @@ def _publish_files(final: Path, source: Source, asked: Asked, plan: ExportPlan, 
 def _description(
     out_dir: str | os.PathLike[str], config: Any, source: tuple[Any, str | None], dtype: torch.dtype | None
 ) -> ModelConfig:
-    """The model's own; refused first is an `out_dir` that is taken."""
+    """Return the model's description; an `out_dir` that is taken is refused first."""
     refuse_taken(Path(out_dir))
     found = model_config(config, *source)
     return found if dtype is None else found.of_dtype(dtype_name(dtype))

@@ -15,7 +15,7 @@ from fsdp_hooks.wrappers import PlainNames
 
 
 def groups_of(given: Any, prefix: str | None = None) -> GroupOf:
-    """Name of a tensor, without the prefix -> what stands for its group.
+    """Return a function from the name of a tensor, without the prefix, to what stands for its group.
 
     Args:
         given: a module, or anything else that has tensors.
@@ -32,10 +32,12 @@ def groups_of(given: Any, prefix: str | None = None) -> GroupOf:
 
 
 def fsdp_groups(module: nn.Module) -> dict[str, str]:
-    """Name of each tensor below an FSDP module -> the fqn of the nearest one; outer ones come first, inner ones win."""
+    """Map the name of each tensor below an FSDP module to the nearest of these, by its fqn."""
     found: dict[str, str] = {}
     plain = PlainNames(module).plain
+    # With duplicates: a state dict has a tied tensor under each of its names.
     for fqn, child in module.named_modules(remove_duplicate=False):
+        # Outer modules come first here, so inner ones overwrite what they have said.
         if isinstance(child, FSDPModule):
             assert isinstance(child, nn.Module)
             for tensors in (child.named_parameters, child.named_buffers):

@@ -33,17 +33,17 @@ class Job:
 
     @property
     def names(self) -> list[str]:
-        """Of the source's tensors."""
+        """Return the names of the source's tensors."""
         return [name for output in self.outputs for name in (output.source, output.twin) if name is not None]
 
 
 def own_groups(source: Source, group_of: GroupOf) -> GroupOf:
-    """The groups of tensors by the names that they have where they come from, in memory say."""
+    """Return `group_of` for a source's names: it is asked by the name that a tensor has where it comes from."""
     return lambda name: group_of(source.own_name(name))
 
 
 def in_groups(outputs: Iterable[Output], group_of: GroupOf) -> list[tuple[Output, ...]]:
-    """The outputs of each group, groups in the order in which they first occur."""
+    """Return the outputs of each group, groups in the order in which they first occur."""
     groups: dict[Hashable, list[Output]] = {}
     for output in outputs:
         groups.setdefault(group_of(output.source), []).append(output)
@@ -53,25 +53,26 @@ def in_groups(outputs: Iterable[Output], group_of: GroupOf) -> list[tuple[Output
 def made_tensors(
     source: Source, jobs: Sequence[Job], failed: list[Exception]
 ) -> Generator[tuple[Written, Tensor | None], None, None]:
-    """All tensors of the jobs in order: each where it is kept, None elsewhere, and None after an error.
+    """Yield all tensors of the jobs in order: each on the ranks that keep it, None elsewhere, and None after an error.
 
     A collective, if anything is sharded: all ranks walk through it alike, or leave it alike.
 
     Args:
         source: of the jobs' outputs.
         jobs: what to make, for whom.
-        failed: gets the error, at most one; where there is one already, nothing is made.
+        failed: gets the error, at most one; if there is one already, nothing is made.
     """
     ahead = source.begin(jobs[0].names, jobs[0].keep) if jobs else None
     here = None
     try:
         for number, job in enumerate(jobs):
             here, ahead = ahead, None
+            # The next gather begins before this group is waited for, so it runs while this one is written.
             if number + 1 < len(jobs):
                 ahead = source.begin(jobs[number + 1].names, jobs[number + 1].keep)
             assert here is not None
             for output in job.outputs:
-                yield from _made_output(output, here, failed)
+                yield from _make_output(output, here, failed)
             here.close()
     finally:
         for group in (here, ahead):
@@ -79,15 +80,17 @@ def made_tensors(
                 group.close()
 
 
-def _made_output(
+def _make_output(
     output: Output, group: TensorGroup, failed: list[Exception]
 ) -> Iterator[tuple[Written, Tensor | None]]:
+    # Also after an error: other ranks wait in the gathers of these tensors.
     parts, twin = (_parts(group, name, failed) for name in (output.source, output.twin))
     making: Iterator[Tensor] | None = None
     for written in output.written:
         tensor = None
         if parts is not None and not failed:
             try:
+                # A generator, so that one tensor of the output at a time is in memory.
                 making = made(output, parts, twin) if making is None else making
                 tensor = next(making)
             except Exception as error:  # noqa: BLE001 - raised on all ranks when all is gathered
@@ -96,7 +99,7 @@ def _made_output(
 
 
 def _parts(group: TensorGroup, name: str | None, failed: list[Exception]) -> dict[str, Tensor] | None:
-    """A tensor of the source where it is kept, None elsewhere."""
+    """Return the parts of a tensor of the source on the ranks that keep it, None elsewhere."""
     if name is None:
         return None
     try:
@@ -107,7 +110,7 @@ def _parts(group: TensorGroup, name: str | None, failed: list[Exception]) -> dic
 
 
 def made(output: Output, parts: Mapping[str, Tensor], twin: Mapping[str, Tensor] | None) -> Iterator[Tensor]:
-    """What one tensor of the source becomes, in the order of `output.written`."""
+    """Yield what one tensor of the source becomes, in the order of `output.written`."""
     _check_twin(output, parts, twin)
     if output.recipe is not None:
         parts = _in_recipe(output.recipe, parts, output.scale)
@@ -116,7 +119,7 @@ def made(output: Output, parts: Mapping[str, Tensor], twin: Mapping[str, Tensor]
                 f"{output.source} holds NaN: what it was quantized from was not finite; an engine would run on it"
             )
     for written in output.written:
-        tensor = _one(written, parts)
+        tensor = _make_tensor(written, parts)
         if written.form.inverts and not bool(tensor.isfinite()):
             raise ValueError(
                 f"{written.name}: the scale of {output.source} is 0 or next to it, and engines read its reciprocal, "
@@ -127,6 +130,7 @@ def made(output: Output, parts: Mapping[str, Tensor], twin: Mapping[str, Tensor]
 
 def _check_twin(output: Output, parts: Mapping[str, Tensor], twin: Mapping[str, Tensor] | None) -> None:
     """Refuse to leave out a tied tensor whose values differ."""
+    # The file has the tensor once. A training that untied the two would lose one of them without a word.
     if twin is not None and not torch.equal(twin[""], parts[""]):
         raise ValueError(
             f"{output.twin} differs from {output.source}, though the config ties them (tie_word_embeddings); export "
@@ -134,7 +138,7 @@ def _check_twin(output: Output, parts: Mapping[str, Tensor], twin: Mapping[str, 
         )
 
 
-def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
+def _make_tensor(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
     if written.value is not None:
         device = next(iter(parts.values())).device
         tensor = torch.tensor(written.value, dtype=written.dtype, device=device)
@@ -147,14 +151,17 @@ def _one(written: Written, parts: Mapping[str, Tensor]) -> Tensor:
         _check_rows(written, tensor)
     tensor = written.form.write(tensor).contiguous()
     assert (tensor.dtype, tuple(tensor.shape)) == (written.dtype, written.shape), written
+    # A view would keep the whole gathered tensor in memory, and safetensors refuses tensors that share one.
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _check_rows(written: Written, tensor: Tensor) -> None:
-    """Refuse rows that the file has as one, and that differ."""
+    """Refuse rows that differ although the file has one row for them."""
     rows, piece = written.form.rows, written.piece
     if rows == 1:
         return
+    # Memory has a scale for every row. Rows that were scaled apart cannot share one: their codes would decode
+    # otherwise.
     spread = written.form.write(tensor).repeat_interleave(rows, dim=0)[: len(tensor)]
     differs = (spread != tensor).any(dim=-1)
     if bool(differs.any()):
@@ -171,9 +178,10 @@ def _check_rows(written: Written, tensor: Tensor) -> None:
 
 
 def _in_recipe(recipe: Recipe, parts: Mapping[str, Tensor], scale: float | None) -> Mapping[str, Tensor]:
-    """The parts under the recipe, and under another global scale if one is given; dense values are quantized here."""
+    """Return the parts under the recipe, and under `scale` if one is given; dense values are quantized here."""
     if scale is None:
         return quantize(parts[""], recipe).parts() if "" in parts else parts
+    # Decoded in fp32, so that nothing but the second rounding changes the values.
     dense = parts[""] if "" in parts else QuantizedTensor.from_parts(dict(parts), recipe, torch.float32)
     values = dense.dequantize(torch.float32) if isinstance(dense, QuantizedTensor) else dense.to(torch.float32)
     return adopt(values, recipe, torch.tensor(scale, dtype=torch.float32, device=values.device))

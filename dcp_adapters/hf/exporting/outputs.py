@@ -29,7 +29,7 @@ class Written:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Return its bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -37,7 +37,7 @@ class Written:
 class Output:
     """What becomes of one tensor of the source.
 
-    recipe: None for a dense one. scale: the global scale under which it is quantized anew, None where the bytes stay.
+    recipe: None for a dense one. scale: the global scale under which it is quantized again, None if the bytes stay.
     twin: another tensor of the source, tied to this one; it must be equal, and is not written.
     """
 
@@ -49,7 +49,7 @@ class Output:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Return its bytes in the file."""
         return sum(written.nbytes for written in self.written)
 
 
@@ -62,7 +62,7 @@ class FilePlan:
 
 
 def files_within(outputs: Sequence[Output], limit: int) -> tuple[FilePlan, ...]:
-    """Outputs in files of at most `limit` bytes; a larger output is alone in its file."""
+    """Put outputs into files of at most `limit` bytes; a larger output is alone in its file."""
     names: dict[str, str] = {}
     for output in outputs:
         for written in output.written:
@@ -77,6 +77,7 @@ def files_within(outputs: Sequence[Output], limit: int) -> tuple[FilePlan, ...]:
             filled = 0
         groups[-1].append(output)
         filled += output.nbytes
+    # The names that transformers and engines look for.
     if len(groups) == 1:
         return (FilePlan("model.safetensors", tuple(groups[0])),)
     return tuple(

@@ -1,4 +1,4 @@
-"""What an export writes where, decided from names, formats, shapes and the values of scales: no tensor is touched.
+"""What an export writes into which file, decided from names, formats, shapes and scales: no tensor is touched.
 
     weight  ->  its linears (one; more for experts)  ->  the layout's tensors of each  ->  one file
 
@@ -44,7 +44,7 @@ class ExportPlan:
 
     json: file name -> content, config.json's `quantization_config` under that name. requantized: names of the weights
     whose bytes change. dtype: that of dequantized weights. weights: name -> shape of all tensors of the model that the
-    files have, a quantized one by the name and shape that it has where it is dense.
+    files have, a quantized one by the name and shape that it would have as a dense one.
     """
 
     files: tuple[FilePlan, ...]
@@ -55,7 +55,7 @@ class ExportPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(output.nbytes for file in self.files for output in file.outputs)
 
 
@@ -64,9 +64,9 @@ class Request:
     """What was asked for.
 
     scales: tensor-wide scales of quantized weights and values of scale entries, by name. tied: whether the config ties
-    the output projection to the embedding. requantize: quantize fused weights anew where their global scales differ.
+    the output projection to the embedding. requantize: quantize fused weights again if their global scales differ.
     dtype: of tensors of floats that are not quantized, and of dequantized weights; None: what the source says. kept:
-    tensors whose dtype stays all the same. names: of the tensors in memory, where these differ. asks: of what an engine
+    tensors whose dtype stays all the same. names: of the tensors in memory, if these differ. asks: of what an engine
     builds to read the files, as far as known.
     """
 
@@ -83,7 +83,7 @@ class Request:
 
 
 def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
-    """The plan of an export.
+    """Decide the plan of an export.
 
     Args:
         records: of all tensors of the source, in the order in which they are written.
@@ -103,7 +103,8 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
             "convert), or build it under quantized_model_init"
         )
     _check_values(records)
-    twins = _tied(records) if request.tied else {}
+    # Engines tie the output projection to the embedding, so the files hold the embedding alone.
+    twins = _find_tied(records) if request.tied else {}
     turned = turned_experts({name: record.shape for name, record in records.items()})
     _check_linears(quantized, turned)
     check_experts(records, turned, request.layout)
@@ -113,6 +114,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     orphans = [name for name in records if f".{name}".endswith(f".{INPUT_SCALE}") and name not in entries]
     if orphans:
         raise ValueError(f"{few_of(orphans)}: the weight beside it is not quantized; leave it out")
+    # Files may call q_proj otherwise, so fused linears are looked for by their names in memory, too.
     also = memory_modules(request.names, owners)
     inputs = input_scales(pieces, entries, request.scales, also)
     schemes = {
@@ -120,12 +122,15 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
         for module, name in owners.items()
     }
     for module, scheme in schemes.items():
+        # It raises if the layout lacks the scheme; the entry itself is used further down.
         request.layout.entry(scheme, module)
-    ignored = _ignored(records, schemes, turned, tied=request.tied)
+    ignored = _find_ignored(records, schemes, turned, tied=request.tied)
     also |= memory_modules(request.names, ignored)
     _check_once(schemes, ignored)
+    # Of dense linears, too: a rotated linear fused with one that is not has no input that is right for both.
     check_rotations(rotated, request.layout, [*schemes, *ignored])
     renewed: dict[str, float] = {}
+    # Engines that run several linears as one need one format for them, and in NVFP4 one global scale.
     if request.layout.fuses:
         check_fused(schemes, ignored, also)
         renewed = renewed_scales(owners, schemes, request.scales, also, requantize=request.requantize)
@@ -134,6 +139,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     outputs: list[Output] = []
     weights: dict[str, tuple[int, ...]] = {}
     for name, record in records.items():
+        # Scales of inputs are written with their linears, those of the KV cache below.
         if name in twins.values() or name in entries or name.rpartition(".")[2] in KV_SCALES:
             continue
         if name in quantized:
@@ -151,6 +157,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
     outputs += _kv_outputs(attentions, records, request, heads=kv_cache == "head")
     recipes = frozenset(record.recipe for record in quantized.values() if record.recipe is not None)
     linears = Linears(schemes, ignored, kv_cache, request.producer, recipes, rotated, also)
+    # For config.json, if that names no dtype.
     dtype = request.dtype or next(iter(quantized.values())).dtype
     files = files_within(outputs, request.max_shard_size)
     return ExportPlan(files, request.layout.json(linears), tuple(renewed), dtype, weights)
@@ -160,7 +167,7 @@ def plan_export(records: Mapping[str, Entry], request: Request) -> ExportPlan:
 
 
 def _check_values(records: Mapping[str, Entry]) -> None:
-    """Refuse dense tensors that are codes of another library's layout: the export would not describe them."""
+    """Refuse dense tensors that are codes of another library's layout, which the export would not describe."""
     codes = [
         f"{name} ({str(record.dtype).removeprefix('torch.')})"
         for name, record in records.items()
@@ -181,7 +188,7 @@ def _holds_codes(name: str, record: Entry) -> bool:
 
 
 def _check_linears(quantized: Collection[str], turned: Collection[str]) -> None:
-    """Refuse what is quantized and no linear for an engine."""
+    """Refuse quantized weights that are no linears for an engine."""
     instead = "convert it to a dense one (python -m dcp_adapters convert --to bfloat16 --include ...)"
     embeddings = [name for name in quantized if is_embedding(name)]
     if embeddings:
@@ -195,7 +202,7 @@ def _check_linears(quantized: Collection[str], turned: Collection[str]) -> None:
 
 
 def _check_once(schemes: Mapping[str, Scheme], ignored: Collection[str]) -> None:
-    """Refuse a linear that would be there quantized and dense."""
+    """Refuse a linear that would be in the files both quantized and dense."""
     twice = [module for module in ignored if module in schemes]
     if twice:
         raise ValueError(
@@ -218,7 +225,7 @@ def _kind(name: str, recipe: Recipe | None) -> str:
 def _written_linear(
     piece: Piece, record: Entry, schemes: Mapping[str, Scheme], inputs: Mapping[str, float], request: Request
 ) -> Iterable[Written]:
-    """The tensors of one linear."""
+    """Yield the tensors of one linear."""
     assert record.recipe is not None
     whole = piece.expert is None
     shape = record.shape if whole else (piece.rows[1] - piece.rows[0], record.shape[-1])
@@ -238,7 +245,7 @@ def _written_linear(
 
 
 def _written_dense(name: str, record: Entry, request: Request, turned: Collection[str]) -> Iterable[Written]:
-    """A dense tensor as it is; a weight of all experts as the linears that engines know, where they do."""
+    """Yield a dense tensor as it is, or a weight of all experts as the linears that engines know."""
     pieces = dense_pieces(name, record, turned=name in turned, whole=request.names.whole, asks=request.asks)
     if pieces is None:
         yield Written(name, record.dtype, record.shape, "")
@@ -248,12 +255,12 @@ def _written_dense(name: str, record: Entry, request: Request, turned: Collectio
         yield Written(f"{piece.module}.weight", record.dtype, shape, "", piece=piece)
 
 
-def _ignored(
+def _find_ignored(
     records: Mapping[str, Entry], schemes: Mapping[str, Scheme], turned: Collection[str], *, tied: bool
 ) -> list[str]:
-    """Modules with a dense weight of a linear's shape; embeddings do no harm, since engines ask for linears only.
+    """Return modules with a dense weight of a linear's shape; embeddings do no harm, engines ask for linears only.
 
-    The output projection is among them where the source has only an embedding, since models may tie it by default.
+    The output projection is among them if the source has only an embedding, since models may tie it by default.
     """
     dense = {name: record for name, record in records.items() if record.recipe is None}
     found = [piece.module for name, record in dense.items() for piece in pieces_of(name, record.shape) or ()]
@@ -265,12 +272,12 @@ def _ignored(
 
 
 def is_embedding(name: str) -> bool:
-    """Whether a tensor's name is that of an embedding."""
+    """Return whether a tensor's name is that of an embedding."""
     return f".{name}".endswith(EMBEDDINGS)
 
 
-def _tied(records: Mapping[str, Entry]) -> dict[str, str]:
-    """The embedding -> the output projection that the config ties to it, where the source has both."""
+def _find_tied(records: Mapping[str, Entry]) -> dict[str, str]:
+    """Map the embedding to the output projection that the config ties to it, if the source has both."""
     head = next((name for name in records if f".{name}".endswith(".lm_head.weight")), None)
     if head is None:
         return {}
@@ -286,7 +293,7 @@ def _tied(records: Mapping[str, Entry]) -> dict[str, str]:
 def _kv_outputs(
     attentions: Mapping[str, Mapping[str, str]], records: Mapping[str, Entry], request: Request, *, heads: bool
 ) -> Iterable[Output]:
-    """Scales of attentions have known values; those of heads are copied, and looked at by their form."""
+    """Yield the scales of the KV cache: an attention's with their known values, those of heads as tensors to copy."""
     layout = request.layout
     for attention, entries in attentions.items():
         for own, entry in entries.items():

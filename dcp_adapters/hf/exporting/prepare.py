@@ -65,29 +65,30 @@ class Asked:
 
     @cached_property
     def sound(self) -> list[Mapping[str, tuple[int, ...]]]:
-        """What was planned and is as expected."""
+        """Return the weights of plans that were found to be as expected; a list that grows."""
         return []
 
     @cached_property
     def expected(self) -> Expected:
-        """What is known of the files; found once, by each rank for itself."""
+        """Return what is known of the files; found once, by each rank for itself."""
         return expected_of(self.described, described_model(self.given, self.prefix), self.layout)
 
 
 def requantizes(caller: str, fused_scales: str) -> bool:
-    """What `fused_scales=` says. Raises ValueError for anything else."""
+    """Return whether `fused_scales=` asks to requantize. Raises ValueError for an unknown value."""
     if fused_scales not in FUSED_SCALES:
         raise ValueError(f'{caller}: fused_scales={fused_scales!r} is not one of "raise", "requantize"')
     return fused_scales == "requantize"
 
 
 def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
-    """The source and the plan, on all ranks alike; nothing is gathered yet.
+    """Open the source and plan, on all ranks alike; nothing is gathered yet.
 
     Raises:
         ValueError: as of export_hf, with the same text on all ranks.
     """
     opened: list[Source] = []
+    # Two rounds: a tensor-wide scale is part of the plan, and needs the largest magnitude over all ranks.
     amaxes: Sequence[Mapping[str, float]] = []
     if asked.quantizing is not None:
         with waited_for(asked.group, asked.caller):
@@ -110,6 +111,7 @@ def prepared(asked: Asked) -> tuple[Source, ExportPlan]:
 
     with waited_for(asked.group, asked.caller):
         told = on_all(asked.group, plan)
+    # Before any gather: ranks with different plans would wait for each other in different collectives.
     _check_same(asked.caller, told)
     _check_shared(asked.caller, held[0][0], told, asked.group)
     return held[0]
@@ -123,6 +125,7 @@ def _request(source: Source, asked: Asked) -> Request:
         config = asked.described.values
         kept, told = kept_names(source.entries, own, asked.dtype, sources=given, prefix=asked.prefix, config=config)
         if told is not None and is_first(asked.group):
+            # The level counts the calls from here up to the caller of export_hf, through `on_all`.
             warnings.warn(f"{asked.caller}: dtype={asked.dtype}: {told}", stacklevel=6)
     return Request(
         asked.layout,
@@ -150,6 +153,7 @@ def _joined_sources(asked: Asked) -> Source:
     first = _one_source(asked, asked.given, asked.prefix, None, known)
     if asked.rest is None:
         return JoinedSources([expected.in_files(first)])
+    # The rest may have names behind another prefix; the names of the first source are known to be the model's.
     others = _one_source(asked, asked.rest, None, first.entries, known | set(first.entries))
     return JoinedSources([expected.in_files(first), expected.in_files(others)])
 
@@ -157,17 +161,18 @@ def _joined_sources(asked: Asked) -> Source:
 def _one_source(
     asked: Asked, value: Any, prefix: str | None, like: Collection[str] | None, known: Collection[str]
 ) -> Source:
-    """What was given, by the model's own names; `known`: names in memory and in its files."""
+    """Return what was given as a source with the model's own names; `known`: names in memory and in its files."""
     found = source_of(value, prefix, like, check=asked.check, adapters=asked.adapters)
     if prefix is not None:
         return found
+    # A module's names are plain already; those of a state dict may still begin with a wrapper's.
     outer = outer_prefix(found.entries, known, strict=not isinstance(value, nn.Module))
     again = found.prefix + outer
     return source_of(value, again, like, check=asked.check, adapters=asked.adapters) if outer else found
 
 
 def _scales(source: Source) -> Iterator[tuple[str, float]]:
-    """The values that a plan depends on: tensor-wide scales of weights, and entries that are scales."""
+    """Yield the values that a plan depends on: tensor-wide scales of weights, and entries that are scales."""
     for name, record in source.entries.items():
         own = name.rpartition(".")[2]
         if record.recipe is not None:
@@ -185,9 +190,9 @@ def _scales(source: Source) -> Iterator[tuple[str, float]]:
 def check_names(
     entries: Mapping[str, Entry], described: ModelConfig, layout: Layout, expected: Expected = UNKNOWN
 ) -> None:
-    """Refuse a layout of other models, and experts whose names in this model's files are not those it would write.
+    """Refuse a layout of other models, and experts that the layout would write under names not of this model's files.
 
-    Refuse quantized weights of Conv1D, too: engines transpose what they read of them.
+    Quantized weights of Conv1D are refused, too: engines transpose what they read of them.
     """
     types = described.model_types
     turned = [name for name, one in entries.items() if one.recipe is not None and _is_conv1d(name)]
@@ -238,7 +243,7 @@ class Told:
     shared: Mapping[str, str]
 
 
-# What ranks must have alike, in the order in which it is compared, and what to do where they do not.
+# What ranks must have alike, in the order in which it is compared, and what to do if they do not.
 ALIKE = {
     "the names, shapes, formats or order of their tensors": "export whole models, or save a checkpoint and export that",
     "what is to become of them": "give all ranks the same arguments, and shard a tensor on all or none",
@@ -248,7 +253,7 @@ ALIKE = {
 
 
 def _alike_digests(source: Source, request: Request, group: Ranks) -> tuple[str, ...]:
-    """What all ranks must have alike, in few bytes each, in the order of ALIKE."""
+    """Return digests of what all ranks must have alike, in the order of ALIKE."""
     told: tuple[Any, ...] = (
         [f"{name} {record}" for name, record in source.entries.items()],
         [
@@ -256,19 +261,20 @@ def _alike_digests(source: Source, request: Request, group: Ranks) -> tuple[str,
             [source.way(name) for name in source.entries],
         ],
         {name: value.hex() for name, value in request.scales.items()},
+        # It reads all bytes of these tensors, and a single rank has nobody to compare them with.
         _replicas(source) if ranks_of(group) > 1 else [],
     )
-    return tuple(map(_hashed, told))
+    return tuple(map(_hash, told))
 
 
 def _replicas(source: Source) -> list[int]:
-    """A number for the bytes of each tensor that every rank has whole, since one of them writes its own."""
+    """Return a number for the bytes of each tensor that every rank has whole, since one of them writes its own."""
     found = [source.replicas(name) for name in source.entries if not is_marker(name)]  # whose values say nothing
     return [int(digest(parts)) if parts else 0 for parts in found]
 
 
 def _scales_by_holders(source: Source, group: Ranks) -> dict[str, dict[str, int]]:
-    """Who holds the same scales -> for each weight whose scales they are, a number for their bytes."""
+    """Map who holds the same scales to a number for their bytes, for each weight whose scales they are."""
     found: dict[str, dict[str, int]] = {}
     for name in source.entries if ranks_of(group) > 1 else ():
         shared = source.shared(name)
@@ -278,11 +284,11 @@ def _scales_by_holders(source: Source, group: Ranks) -> dict[str, dict[str, int]
 
 
 def _digests_of_shared(source: Source, group: Ranks) -> dict[str, str]:
-    """`Told.shared`: a few bytes, however many weights there are."""
-    return {_hashed(holders): _hashed(numbers) for holders, numbers in _scales_by_holders(source, group).items()}
+    """Return `Told.shared`: a few bytes, however many weights there are."""
+    return {_hash(holders): _hash(numbers) for holders, numbers in _scales_by_holders(source, group).items()}
 
 
-def _hashed(value: Any) -> str:
+def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
@@ -293,6 +299,7 @@ def _check_shared(caller: str, source: Source, told: Sequence[Told], group: Rank
         for holders, value in each.shared.items():
             first, expected = seen.setdefault(holders, (rank, value))
             if value != expected:
+                # Only now, for the message: a number for each weight is much to send, a digest of all of them is not.
                 name = _first_apart(on_all(group, lambda: _scales_by_holders(source, group)), first, rank)
                 raise ValueError(
                     f"{caller}: {name}: rank {first} and rank {rank} hold different scales for the same rows, whose "
@@ -301,7 +308,7 @@ def _check_shared(caller: str, source: Source, told: Sequence[Told], group: Rank
 
 
 def _first_apart(scales: Sequence[Mapping[str, Mapping[str, int]]], first: int, other: int) -> str:
-    """The first weight of which two ranks have other scales."""
+    """Return the first weight whose scales differ between two ranks."""
     return next(
         name
         for holders, numbers in scales[first].items()

@@ -19,7 +19,7 @@ from fsdp_hooks.wrappers import plain_modules
 from qtensor.model.routers import is_router_class, left_alone, routers_among
 from qtensor.scales.agreement import flat_amax, scale_of
 from qtensor.spec.recipes import Recipe
-from qtensor.spec.registry import APPEARANCE_DTYPES, check_shape, tensor_wide
+from qtensor.spec.registry import APPEARANCE_DTYPES, check_shape, registered, tensor_wide
 from qtensor.spec.selection import matches, unmatched
 
 
@@ -37,8 +37,19 @@ class Quantizing:
     linears: frozenset[str] | None
     routers: frozenset[str] = frozenset()
 
+    @staticmethod
+    def of(
+        given: object, recipe: Recipe, include: tuple[str, ...], exclude: tuple[str, ...], prefix: str | None
+    ) -> "Quantizing":
+        """Return how to quantize what is given: a module tells which of its weights are linears, a state dict not."""
+        # A format that nobody has registered is refused here, with the other arguments.
+        registered(recipe)
+        if not isinstance(given, nn.Module):
+            return Quantizing(recipe, include, exclude, None)
+        return Quantizing(recipe, include, exclude, linears_of(given, prefix), routers_by_class(given, prefix))
+
     def chosen(self, source: Source) -> list[str]:
-        """The weights to quantize, in the order of the source.
+        """Choose the weights to quantize, in the order of the source.
 
         Raises:
             ValueError: an include pattern matches no linear; a shape does not fit the recipe's blocks.
@@ -53,6 +64,7 @@ class Quantizing:
         for pattern in unmatched(self.include, linears):
             raise ValueError(f"include pattern {pattern!r} matches no dense linear of the source")
         routers = routers_among(linears, map(source.own_name, source.entries)) | (self.routers & linears.keys())
+        # As quantize_ does: a router decides which expert a token goes to, so it stays dense unless it is named.
         left = left_alone(routers, linears, self.include)
         names = [
             name
@@ -69,13 +81,15 @@ class Quantizing:
         return len(entry.shape) == 2 and f".{name}".endswith(".weight") and not is_embedding(name)
 
     def amaxes(self, source: Source) -> dict[str, float]:
-        """Weight -> the largest finite magnitude that this rank has of it; empty for recipes that need none."""
+        """Map each weight to the largest finite magnitude that this rank has of it; empty if the recipe needs none."""
+        # Local shards only, and no collective: all ranks tell their maxima in one exchange.
         names = self.chosen(source)
         return {name: _amax(source.local(name), self.recipe) for name in names} if tensor_wide(self.recipe) else {}
 
 
 def linears_of(module: nn.Module, prefix: str | None) -> frozenset[str]:
-    """The names of the weights of a model's linears that no other module shares, without the prefix."""
+    """Return the names of the weights of a model's linears that no other module shares, without the prefix."""
+    # A weight that an embedding shares with the output projection must stay dense for the embedding.
     uses = Counter(id(param) for child in module.modules() for param in child.parameters(recurse=False))
     return frozenset(
         f"{fqn}.weight".lstrip(".").removeprefix(prefix or "")
@@ -85,7 +99,7 @@ def linears_of(module: nn.Module, prefix: str | None) -> frozenset[str]:
 
 
 def routers_by_class(module: nn.Module, prefix: str | None) -> frozenset[str]:
-    """The names of a model's linears whose class says that they are routers, without the prefix."""
+    """Return the names of a model's linears whose class says that they are routers, without the prefix."""
     return frozenset(
         fqn.removeprefix(prefix or "")
         for fqn, child in plain_modules(module)
@@ -94,7 +108,7 @@ def routers_by_class(module: nn.Module, prefix: str | None) -> frozenset[str]:
 
 
 def quantized_on_the_way(source: Source, how: Quantizing, amaxes: Sequence[Mapping[str, float]]) -> Source:
-    """The source with the weights quantized; `amaxes` of all ranks."""
+    """Return the source with the weights quantized; `amaxes` of all ranks."""
     largest = {name: max(each.get(name, 0.0) for each in amaxes) for name in amaxes[0]}
     scales = {
         name: float(scale_of(torch.tensor(amax, dtype=torch.float32, device="cpu"), how.recipe))
@@ -110,6 +124,7 @@ class _QuantizingSource(Source):
         self._source, self._scales = source, scales
         entries = dict(source.entries)
         for name in how.chosen(source):
+            # The stored form: how forwards compute is no part of the bytes.
             entries[name] = replace(entries[name], recipe=how.recipe.stored)
         self.entries = entries
 
@@ -132,6 +147,7 @@ class _QuantizingSource(Source):
         return self._source.local(name)
 
     def scalar(self, name: str, part: str) -> float:
+        # The plan asks for a tensor-wide scale before a value is gathered.
         return self._scales[name] if part else self._source.scalar(name, part)
 
     def replicas(self, name: str) -> list[Tensor]:
@@ -142,6 +158,7 @@ class _QuantizingSource(Source):
 
 
 def _amax(local: Tensor, recipe: Recipe) -> float:
+    # An uneven shard may be empty on this rank.
     if not local.numel():
         return 0.0
     amax = flat_amax(local, recipe)

@@ -35,7 +35,8 @@ from fsdp_hooks.ranks.across_ranks import Ranks, global_ranks, on_all, rank_of, 
 
 
 def begun_directory(final: Path, described: ModelConfig, plan: ExportPlan) -> Path:
-    """The hidden directory, with all files but the weights."""
+    """Make the hidden directory, with all files but the weights, and return it."""
+    # Beside the final one, so that giving it its name is a rename within one file system.
     begun = hidden_name(final)
     begun.mkdir()
     with remove_on_error(begun):
@@ -52,9 +53,10 @@ def begun_directory(final: Path, described: ModelConfig, plan: ExportPlan) -> Pa
 def write_files(  # noqa: PLR0913, PLR0917
     source: Source, plan: ExportPlan, directory: Path, group_of: GroupOf, advance: Advance, group: Ranks = None
 ) -> None:
-    """As many files at a time as there are ranks in the group, each rank one."""
+    """Write as many files at a time as there are ranks in the group, each rank one."""
     ranks, rank, numbers = ranks_of(group), rank_of(group), global_ranks(group)
     cpu = torch.device("cpu")
+    # All ranks gather for all files of a round, in the same order; then each writes its own.
     for first in range(0, len(plan.files), ranks):
         files = dict(enumerate(plan.files[first : first + ranks]))
         jobs = [
@@ -68,6 +70,7 @@ def write_files(  # noqa: PLR0913, PLR0917
             if tensor is not None:
                 tensors[written.name] = tensor
             advance(written.nbytes)
+        # It raises on all ranks what failed on one, and keeps ranks within one round: memory is one file a rank.
         on_all(group, partial(_save, directory, files.get(rank), tensors, failed))
 
 
@@ -76,6 +79,7 @@ def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], fa
         raise failed[0]
     if file is None:
         return
+    # Rank 0 made it. On a disk of its own this rank would write a file that nobody collects.
     if not directory.is_dir():
         raise FileNotFoundError(
             f"{directory}: another rank created it and this one can not see it: out_dir must be shared"
@@ -85,13 +89,14 @@ def _save(directory: Path, file: FilePlan | None, tensors: dict[str, Tensor], fa
         for output in file.outputs
         if output.recipe is not None and output.recipe != KINDS[str(kind_of(output.recipe))]
     }
+    # The header is written before the tensors, so digests are filled into a place of the same length afterwards.
     kept = {"format": "pt", DIGESTS: to_note(dict.fromkeys(sorted(tensors), NO_DIGEST))}
     if recipes:
         kept[RECIPES] = json.dumps(recipes)
     path = directory / file.name
     with ThreadPoolExecutor(1) as beside:
         digests = beside.submit(digests_of, tensors)  # while they are written
-        save_file(_apart(tensors), path, metadata=kept)
+        save_file(_unshare(tensors), path, metadata=kept)
         path.chmod(stat.S_IMODE((directory / CONFIG).stat().st_mode))  # safetensors makes files for their owner alone
         _settle_header(path, to_note(digests.result()))
     sync(path)
@@ -108,8 +113,8 @@ def _settle_header(path: Path, digests: str) -> None:
         write_header(stream, size, header)
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each in a memory of its own, as safetensors wants it: tied weights, and a global scale that experts share."""
+def _unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give each tensor a memory of its own: tied weights share one, and experts their global scale."""
     seen: set[int] = set()
     alone = {}
     for name, tensor in tensors.items():
@@ -121,11 +126,13 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def publish_directory(begun: Path, final: Path, plan: ExportPlan) -> None:
     """Give the directory its name, if everything is in it."""
+    # The last check before the name: a file of another rank may be on storage that rank 0 does not see.
     for file in plan.files:
         path = begun / file.name
         held = path.stat().st_size if path.is_file() else 0
         if held < sum(output.nbytes for output in file.outputs):
             raise FileNotFoundError(f"{path}: another rank wrote it and rank 0 can not see it: out_dir must be shared")
+    # Durable before it has its name: after a crash a directory with that name is complete.
     for path in begun.iterdir():
         sync(path)
     sync(begun)

@@ -1,6 +1,6 @@
 """Where config.json says what, of models that are made of several: a vision model and a text model, say.
 
-quantization_config                 at the top; where nothing is there, in the section of the text model, which is
+quantization_config                 at the top; if nothing is there, in the section of the text model, which is
                                     the order in which transformers and vLLM look
 compression_config                  how older versions of llm-compressor called it; looked at last
 dtype (in older files torch_dtype)  at the top, then in the section of the text model
@@ -16,18 +16,19 @@ TEXT = ("text_config", "decoder", "generator", "thinker_config", "language_confi
 
 
 def said_of_quantization(config: Mapping[str, Any]) -> Any:
-    """What config.json says of how weights are quantized; None where it says nothing."""
+    """Return what config.json says of how weights are quantized; None if it says nothing."""
     said = [section.get(key) for key in QUANTIZATION for section in _text_sections(config)]
+    # An empty object at the top may stand beside a full one in a section; alone it still says that there is something.
     return next((one for one in said if one), next((one for one in said if one is not None), None))
 
 
 def said_of_dtype(config: Mapping[str, Any]) -> Any:
-    """What config.json says of the dtype of weights; None where it says nothing."""
+    """Return what config.json says of the dtype of weights; None if it says nothing."""
     return next((section[key] for section in _text_sections(config) for key in DTYPE if section.get(key)), None)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without what it says of quantization, in whatever section."""
+    """Return the config without what it says of quantization, in whatever section."""
     return {
         key: without_quantization(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -36,12 +37,12 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_dtype(config: Mapping[str, Any], dtype: str, *, known: frozenset[str]) -> dict[str, Any]:
-    """The config saying that the weights have this dtype, at the top and in each section that says one.
+    """Return the config with this dtype of weights, at the top and in each section that says one.
 
     Args:
-        config: of which model whatever.
+        config: of any model.
         dtype: "bfloat16".
-        known: all that may be said, so that what only has the name is left alone.
+        known: all names of dtypes that may be said; a key with another value means something else, and stays.
     """
     values = {key: value for key, value in config.items() if key not in DTYPE}
     return {**_sections_of_dtype(values, dtype, known), "dtype": dtype}
@@ -58,8 +59,9 @@ def _sections_of_dtype(config: Mapping[str, Any], dtype: str, known: frozenset[s
 
 
 def _text_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config, and the sections of its text model, from the outermost on."""
+    """Return the config, and the sections of its text model, from the outermost on."""
     sections = [config]
+    # The list grows while it is walked: sections in sections are found, too.
     for section in sections:
         sections += [section[name] for name in TEXT if isinstance(section.get(name), Mapping)]
     return sections

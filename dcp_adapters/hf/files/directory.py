@@ -32,7 +32,7 @@ MOST_JSON = 2**28  # bytes; an index of a million tensors has 100 MiB
 class FileTensor:
     """One tensor of a file; `dtype` is safetensors' word for it, "F8_E4M3".
 
-    One whose file is config.json is in no file: the JSON says that it is there, and its values say nothing.
+    A tensor whose file is config.json is in no file: the JSON says that it is there, and its values say nothing.
     """
 
     name: str
@@ -42,11 +42,11 @@ class FileTensor:
 
     @property
     def is_said(self) -> bool:
-        """Whether config.json says it, and no file holds it."""
+        """Return whether only config.json says that it is there, and no file holds it."""
         return self.file == CONFIG
 
     def __str__(self) -> str:
-        """What it is, for messages."""
+        """Return its dtype and shape, for messages."""
         return f"{self.dtype} {list(self.shape)}"
 
 
@@ -79,11 +79,11 @@ def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> D
         ValueError: files that are damaged, contradict each other or lead out of the directory.
     """
     root = Path(path)
-    named = _named_otherwise(root) if any_name else None
+    named = _find_other_names(root) if any_name else None
     if named is not None:
         root, files, assigned = named[0], named[1], None
     else:
-        files, assigned = _listed_files(root)
+        files, assigned = _list_files(root)
     missing = [name for name in files if not (root / name).is_file()]
     if missing:
         told = few_of(missing, 20, last=", ")
@@ -113,8 +113,8 @@ def read_directory(path: str | os.PathLike[str], *, any_name: bool = False) -> D
     return Directory(root, tensors, _read_json(root / CONFIG) or {}, quantization, notes)
 
 
-def _named_otherwise(path: Path) -> tuple[Path, list[str]] | None:
-    """The directory and the files, where these are not the usual ones; None where they are, or there are none."""
+def _find_other_names(path: Path) -> tuple[Path, list[str]] | None:
+    """Return the directory and its files if their names are not the usual ones; None otherwise, or without files."""
     if path.is_file():
         return path.parent, [path.name]
     if (path / SINGLE).exists() or (path / INDEX).exists():
@@ -123,8 +123,8 @@ def _named_otherwise(path: Path) -> tuple[Path, list[str]] | None:
     return (path, files) if files else None
 
 
-def _listed_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The files of the directory, and which tensor the index says is in which."""
+def _list_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
+    """Return the files of the directory, and which tensor the index says is in which."""
     single, index = (root / SINGLE).exists(), (root / INDEX).exists()
     if single and index:
         raise ValueError(
@@ -140,6 +140,7 @@ def _listed_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
         raise ValueError(f"{root / INDEX}: its weight_map is no object of file names; {AGAIN}")
     if not assigned:
         raise ValueError(f"{root / INDEX}: its weight_map names no tensors; {AGAIN}")
+    # The index may come from anyone: "../x" would make an import read files that nobody meant to give.
     files = sorted(set(assigned.values()))
     stray = few_of((short(file) for file in files if is_stray_path(file)), 20, last=", ")
     if stray:
@@ -148,10 +149,11 @@ def _listed_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _header(root: Path, file: str, notes: dict[str, dict[str, str]]) -> list[FileTensor]:
-    """The tensors of one file; what else its header says is added to `notes`."""
+    """Return the tensors of one file; what else its header says is added to `notes`."""
     if not (root / file).is_file():
         raise ValueError(f"{root / file}: no ordinary file; {AGAIN}")
     try:
+        # Opening a file reads its header, and checks that all bytes it names are there.
         with safe_open(root / file, "pt") as opened:
             for key, value in (opened.metadata() or {}).items():
                 notes.setdefault(key, {})[file] = value
@@ -167,13 +169,14 @@ def _header(root: Path, file: str, notes: dict[str, dict[str, str]]) -> list[Fil
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is no such file."""
+    """Return the object in a file; None if there is no such file."""
     if not file.exists():
         return None
     if not file.is_file() or file.stat().st_size > MOST_JSON:
         raise ValueError(f"{file}: no ordinary file of at most {MOST_JSON} bytes; {AGAIN}")
     try:
-        record = json.loads(file.read_bytes(), object_pairs_hook=_once)
+        # Of a key that stands twice, json keeps the last one, and other readers may keep the first.
+        record = json.loads(file.read_bytes(), object_pairs_hook=_refuse_twice)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: it is no JSON: {error}; {AGAIN}") from error
     if not isinstance(record, dict):
@@ -181,8 +184,8 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     return record
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys occur once each."""
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object, whose keys must occur once each."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""What inference engines call things, where that differs from the model's own names.
+"""What inference engines call things, if that differs from the model's own names.
 
     fused      linears that an engine runs as one, and which therefore share scales
     experts    a weight [E, N, K] of all experts is E linears `<experts>.<e>.<name>`; gate_up_proj is two of each
@@ -47,14 +47,14 @@ class Piece:
     turned: bool = False
 
     def of(self, weight: Tensor) -> Tensor:
-        """The linear, of the values of the weight."""
+        """Return the linear, of the values of the weight."""
         first, last = self.rows
         own = weight if self.expert is None else weight[self.expert]
         return own[:, first:last].transpose(0, 1) if self.turned else own[first:last]
 
 
 def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
-    """The linears that a weight consists of; None for one that engines do not know as a linear.
+    """Return the linears that a weight consists of; None for one that engines do not know as a linear.
 
     Args:
         name: its fqn; `<module>.weight`, or `<module>.experts.<parameter>` for the weights of all experts.
@@ -66,6 +66,7 @@ def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
     if len(shape) != 3 or parent.rpartition(".")[2] != "experts":
         return None
     halves = HALVES.get(own, (own,))
+    # Rows that cannot be halved are not gate and up, whatever the name says.
     if shape[1] % len(halves):
         return None
     rows = shape[1] // len(halves)
@@ -77,12 +78,12 @@ def pieces_of(name: str, shape: Sequence[int]) -> list[Piece] | None:
 
 
 def turned_pieces(name: str, shape: Sequence[int]) -> list[Piece]:
-    """The linears of a dense weight of all experts that models multiply by as it is, [E, K, N]."""
+    """Return the linears of a dense weight of all experts that models multiply by as it is, [E, K, N]."""
     return [replace(piece, turned=True) for piece in pieces_of(name, (shape[0], shape[2], shape[1])) or ()]
 
 
 def whole_experts(name: str, shape: Sequence[int]) -> list[Piece] | None:
-    """A weight of all experts as the one piece that it is where it is stored whole; None for any other."""
+    """Return a weight of all experts that is stored whole as one piece; None for any other weight."""
     parent, _, own = name.rpartition(".")
     if len(shape) != 3 or parent.rpartition(".")[2] != "experts" or own not in WHOLE:
         return None
@@ -90,7 +91,7 @@ def whole_experts(name: str, shape: Sequence[int]) -> list[Piece] | None:
 
 
 def turned_experts(shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Weights of all experts that are not linears [E, N, K], although their names say so.
+    """Find weights of all experts that are not linears [E, N, K], although their names say so.
 
     Models that multiply by the weight as it is (x @ W) have gate_up_proj [E, K, 2 N] and down_proj [E, N, K]: their
     rows are columns of a linear. One weight alone could be read both ways; the two together fit only one.
@@ -104,22 +105,23 @@ def turned_experts(shapes: Mapping[str, Sequence[int]]) -> set[str]:
         down = f"{parent}.down_proj"
         if own == "gate_up_proj" and len(shape) == 3 and len(shapes.get(down, ())) == 3:
             _, rows, columns = shape
+            # As linears, gate_up_proj is [E, 2 I, H] and down_proj [E, H, I].
             if (rows, columns) != (2 * shapes[down][2], shapes[down][1]):
                 turned |= {name, down}
     return turned
 
 
 def fused_key(module: str) -> tuple[str, ...] | None:
-    """A key that all linears share which an engine runs as one; None for a linear that it runs alone."""
+    """Return a key that all linears share which an engine runs as one; None for a linear that it runs alone."""
     parent, _, own = module.rpartition(".")
     fused = next((names for names in FUSED if own in names), None)
     return (parent, *fused) if fused else None
 
 
 def fused_sets(modules: Iterable[str], also: Mapping[str, str] = MappingProxyType({})) -> list[list[str]]:
-    """The modules in sets of those that an engine fuses, in order; one that is fused with none is alone.
+    """Return the modules in sets that an engine fuses, in order; a module that is fused with none is alone.
 
-    also: module -> its name in memory, where that differs; files may call q_proj otherwise.
+    also: module -> its name in memory, if that differs; files may call q_proj otherwise.
     """
     sets: dict[tuple[str, ...], list[str]] = {}
     for module in modules:

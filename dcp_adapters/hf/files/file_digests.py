@@ -18,17 +18,18 @@ from dcp_adapters.records.weight_sums import DIGEST, PartSum, tensor_digest
 from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 
 DIGESTS = "qtensor.digests"
-NO_DIGEST = "0" * 32  # as long as one, where one will be
+NO_DIGEST = "0" * 32  # holds the place of a digest, and is as long
 
 
 def file_tensor_digest(dtype: torch.dtype, shape: Sequence[int], total: int) -> str:
-    """The digest of a tensor of a file, from the sum of its bytes."""
+    """Return the digest of a file's tensor, from the sum of its bytes."""
     return tensor_digest([PartSum("", dtype, shape, total)])
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> digest of the tensors of a file, on the CPU, by name."""
+    """Map the names of a file's tensors to their digests; the tensors are on the CPU."""
     totals = byte_sums([TensorPiece.whole(tensor) for tensor in tensors.values()]).tolist() if tensors else []
+    # Sorted by name below, so that equal exports are equal files.
     found = zip(tensors.items(), totals, strict=True)
     return dict(
         sorted((name, file_tensor_digest(tensor.dtype, tensor.shape, total)) for (name, tensor), total in found)
@@ -36,12 +37,12 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def to_note(digests: Mapping[str, str]) -> str:
-    """As the metadata of a file has it."""
+    """Return digests as the metadata of a file has them."""
     return json.dumps(digests, separators=(",", ":"))
 
 
 def from_note(text: str, file: str) -> dict[str, str]:
-    """The inverse of `to_note`. Raises ValueError for anything else."""
+    """Read what `to_note` has written. Raises ValueError for anything else."""
     try:
         digests = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -57,7 +58,7 @@ def from_note(text: str, file: str) -> dict[str, str]:
 
 
 def renewed_note(text: str, file: str, digests: Mapping[str, str]) -> str:
-    """A file's note with these digests, of the tensors that it lists. Raises ValueError as `from_note`."""
+    """Return a file's note with these digests for the tensors that it lists. Raises ValueError as `from_note`."""
     return to_note({name: digests.get(name, digest) for name, digest in from_note(text, file).items()})
 
 
@@ -80,11 +81,11 @@ class RecordedDigests:
         ]
 
     def has(self, tensor: FileTensor) -> bool:
-        """Whether the tensor's file says anything."""
+        """Return whether the tensor's file says anything."""
         return tensor.file in self._of
 
     def problem(self, tensor: FileTensor, held: Tensor) -> str | None:
-        """How a tensor differs from what its file says, in words; None where it does not."""
+        """Return how a tensor differs from what its file says, in words; None if it does not."""
         expected = self._of[tensor.file].get(tensor.name)
         if expected is None:
             return f"the file's {DIGESTS} has no digest of it"

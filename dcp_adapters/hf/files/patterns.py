@@ -13,7 +13,7 @@ REPEAT = re.compile(r"[*+]|\{\d*,?\d*\}")
 
 
 def bounded(pattern: str, longest: int) -> re.Pattern[str]:
-    """The compiled pattern.
+    """Return the compiled pattern.
 
     Args:
         pattern: a regular expression.
@@ -29,9 +29,11 @@ def bounded(pattern: str, longest: int) -> re.Pattern[str]:
     for token in TOKEN.findall(pattern):
         repeats = REPEAT.fullmatch(token) is not None
         optional = token == "?" and before != "?" and not REPEAT.fullmatch(before)  # else it makes a repeat lazy
+        # A repeat of a repeat is exponential in the text, so no bound on its length helps.
         if repeats and closed:
             raise ValueError(f"{pattern[:200]!r} repeats what has repeats or choices, and could take for ever")
         if repeats:
+            # It may end at any character of the text.
             ways *= max(longest, 2)
         elif optional or token == "|":
             ways *= 2

@@ -116,7 +116,7 @@ class CompressedTensors(Layout):
     """The JSON has groups of linears, each with a scheme."""
 
     def json(self, linears: Linears) -> dict[str, Any]:
-        """One group for each scheme; if there are several, each names its modules."""
+        """Return one group for each scheme; if there are several, each names its modules."""
         kinds = linears.kinds
         groups = {
             f"group_{number}": {
@@ -141,7 +141,7 @@ class CompressedTensors(Layout):
         return {"config.json": quantization}
 
     def claims(self, directory: Directory, said: Mapping[str, Any]) -> "CompressedTensorsClaims":
-        """Refuse sparse weights and malformed groups."""
+        """Read the groups; refuse sparse weights and malformed groups."""
         where = f"{directory.path}: the quantization_config of config.json"
         sparse = said.get("sparsity_config") or {}
         if not isinstance(sparse, Mapping) or sparse.get("format", "dense") != "dense":
@@ -149,6 +149,7 @@ class CompressedTensors(Layout):
         groups = said.get("config_groups")
         if not isinstance(groups, Mapping) or not all(_is_group(group) for group in groups.values()):
             raise ValueError(f"{where} has no config_groups, expected weights and targets in each")
+        # Patterns come from the directory, which is not trusted: one that could match for ever is refused.
         longest = max(map(len, directory.tensors), default=0)
         try:
             targets = [
@@ -184,9 +185,10 @@ class _Target:
     pattern: re.Pattern[str] | None
 
     def rank(self, module: str) -> int | None:
-        """How exactly it means a module: 0 by name, 1 by pattern, 2 by class; None where it does not mean it."""
+        """Return how exactly it means a module: 0 by name, 1 by pattern, 2 by class; None if it does not mean it."""
         if self.pattern is not None:
             return 1 if self.pattern.match(module) else None
+        # Files do not say of which class a module is, so any class may mean it, after names and patterns.
         return 0 if self.name == module else 2 if "." not in self.name else None
 
 
@@ -197,26 +199,27 @@ class CompressedTensorsClaims(Claims):
     targets: list[_Target]
 
     def problem(self, module: str, scheme: Scheme) -> str | None:
-        """The most exact targets decide."""
+        """Compare the scheme with the groups of the most exact targets, which decide."""
         ranked = [(rank, target.group) for target in self.targets if (rank := target.rank(module)) is not None]
         if not ranked:
             return "no group of config.json has it as a target"
         best = min(rank for rank, _ in ranked)
-        problems = [self._against(group, scheme) for rank, group in ranked if rank == best]
+        problems = [self._compare(group, scheme) for rank, group in ranked if rank == best]
         return None if None in problems else problems[0]
 
     def said_of(self, module: str) -> str:
-        """What the first of the most exact targets says."""
+        """Return what the first of the most exact targets says."""
         ranked = [(rank, target) for target in self.targets if (rank := target.rank(module)) is not None]
         if not ranked:
             return ""
         weights = min(ranked, key=lambda pair: pair[0])[1].group["weights"]
         return ", ".join(f"{key} {short(weights[key])}" for key in WEIGHTS[:4] if weights.get(key) is not None)
 
-    def _against(self, group: Mapping[str, Any], scheme: Scheme) -> str | None:
+    def _compare(self, group: Mapping[str, Any], scheme: Scheme) -> str | None:
         expected, inputs = self.layout.schemes[scheme].config, group.get("input_activations")
         weights = group["weights"]
         problems = [f"weights of {each}" for each in differing(weights, expected["weights"], WEIGHTS)]
+        # Compared also if only one side says them: an order of columns, or blocks, changes what the codes mean.
         problems += [
             f"weights with {key} {short_each(weights.get(key))}"
             for key in ("actorder", "block_structure")
@@ -238,7 +241,7 @@ class CompressedTensorsClaims(Claims):
 
 
 def _sizes(said: Any) -> Any:
-    """[128, 128] for "128x128", as older tools write it; anything else as it is."""
+    """Return [128, 128] for "128x128", as older tools write it; anything else as it is."""
     is_text = isinstance(said, str) and re.fullmatch(r"[0-9]{1,9}x[0-9]{1,9}", said)
     return [int(size) for size in said.split("x")] if is_text else said
 
@@ -254,7 +257,7 @@ def _is_group(group: Any) -> bool:
 
 
 def kv_cache_problem(said: Any) -> str | None:
-    """Why a kv_cache_scheme is not the FP8 one."""
+    """Say why a kv_cache_scheme is not the FP8 one; None if it is, or if there is none."""
     if not isinstance(said, Mapping):
         return None
     problems = differing(said, {"num_bits": 8, "type": "float", "symmetric": True}, WEIGHTS)

@@ -13,7 +13,7 @@ from dcp_adapters.records.entry import Entry
 
 
 def engine_pieces(name: str, record: Entry, layout: Layout) -> list[Piece]:
-    """The linears that a quantized weight consists of. Raises ValueError for one that the layout does not have."""
+    """Return the linears that a quantized weight consists of. Raises ValueError if the layout has no such weight."""
     pieces, who = pieces_of(name, record.shape), "engines"
     known = "<module>.weight [N, K] and <module>.experts.<name> [E, N, K]"
     if layout.experts == "all":
@@ -30,7 +30,7 @@ def engine_pieces(name: str, record: Entry, layout: Layout) -> list[Piece]:
 def dense_pieces(
     name: str, record: Entry, *, turned: bool, whole: Collection[str], asks: Collection[str]
 ) -> list[Piece] | None:
-    """The linears that a dense weight of all experts is written as; None for one that is written as it is.
+    """Return the linears that a dense weight of all experts is written as; None for one that stays as it is.
 
     Args:
         name: of the weight, or of any other dense tensor.
@@ -44,19 +44,20 @@ def dense_pieces(
         return None
     if turned:
         pieces = turned_pieces(name, record.shape)
+        # Only if the engine asks for every one of them; it would not look for others.
         return pieces if pieces and all(f"{piece.module}.weight" in asks for piece in pieces) else None
     return pieces_of(name, record.shape)
 
 
 def dense_weight(piece: Piece, record: Entry) -> tuple[str, tuple[int, ...]]:
-    """Name and shape of a linear where it is dense; all experts that are stored whole are transposed then."""
+    """Return name and shape that a linear has as a dense one; experts that are stored whole are transposed then."""
     if piece.expert is None and len(record.shape) == 3:
         return piece.module, (record.shape[0], record.shape[2], record.shape[1])
     return f"{piece.module}.weight".lstrip("."), (piece.rows[1] - piece.rows[0], record.shape[-1])
 
 
 def check_experts(records: Mapping[str, Entry], turned: Collection[str], layout: Layout) -> None:
-    """Refuse weights of all experts that the layout would change the meaning of."""
+    """Refuse weights of all experts whose meaning the layout would change."""
     experts = [name for name, record in records.items() if len(record.shape) == 3 and pieces_of(name, record.shape)]
     if layout.experts == "all":
         dense = [name for name in experts if records[name].recipe is None and name not in turned]

@@ -30,12 +30,13 @@ class Form:
 
 
 def reciprocal(value: Tensor) -> Tensor:
-    """The fp32 number whose reciprocal is `value`, where there is one; else the one nearest to 1 / value.
+    """Return the fp32 number whose reciprocal is `value`, if there is one; else the one nearest to 1 / value.
 
     So reading gives back what was written. Global scales are such reciprocals (of 2688 / amax); a value between two
     reciprocals comes back as the nearer one, and does not change again.
     """
     nearest = torch.reciprocal(value.float())
+    # Division rounds: if any number has this reciprocal, it is the nearest one or a neighbour of it.
     for step in (0, 1, -1):
         candidate = (nearest.view(torch.int32) + step).view(torch.float32)
         if torch.equal(torch.reciprocal(candidate), value.float()):
@@ -95,7 +96,7 @@ BLOCKS = Form(
 
 
 def _of_heads(part: Tensor) -> Tensor:
-    """Scales [heads] as the file has them; ValueError for one that engines cannot divide by."""
+    """Write scales [heads] as the file has them. Raises ValueError for one that engines cannot divide by."""
     if not bool((part.isfinite() & (part > 0)).all()):
         raise ValueError(
             f"scales of the KV cache {part.tolist()}, which engines divide by; calibrate them again, or leave them out"

@@ -37,7 +37,7 @@ BLOCKS = SchemeEntry(
 
 
 def _whole(scale: str, *inputs: str) -> tuple[Scheme, SchemeEntry]:
-    """A weight with one scale, under the name that a tool gives it."""
+    """Return the scheme and entry of a weight with one scale, under the name that a tool gives that."""
     scheme = Scheme("fp8_tensor", "static" if inputs else "dynamic")
     stored = (_WEIGHT, StoredAs("scale", scale), *(StoredAs(INPUT_SCALE, name) for name in inputs))
     return scheme, SchemeEntry(stored, {"activation_scheme": scheme.inputs, "weight_block_size": None})
@@ -47,7 +47,7 @@ class Float8Blocks(Layout):
     """The JSON says one thing of all linears, and names those that are left alone."""
 
     def json(self, linears: Linears) -> dict[str, Any]:
-        """Scales that are powers of two are announced where all of them are."""
+        """Return what is the same for all linears; scales are called powers of two only if all of them are."""
         _check_ignored(self, linears)
         told: dict[str, Any] = {"quant_method": self.name, "fmt": "e4m3", **BLOCKS.config}
         recipes = [recipe for recipe in linears.recipes if isinstance(recipe, Float8BlockScaling)]
@@ -56,7 +56,7 @@ class Float8Blocks(Layout):
         return {"config.json": {**told, IGNORED[0]: linears.names(linears.ignored)}}
 
     def claims(self, directory: Directory, said: Mapping[str, Any]) -> "Float8BlocksClaims":
-        """Refuse elements, blocks and scales of other kinds."""
+        """Read what is said of all linears; refuse elements, blocks and scales of other kinds."""
         known = {
             "fmt": (None, "e4m3"),
             "activation_scheme": ("dynamic", "static"),
@@ -89,7 +89,7 @@ def _check_ignored(layout: Layout, linears: Linears) -> None:
 
 
 def is_meant(ignored: str, module: str) -> bool:
-    """Whether a module is one that engines leave alone by this name."""
+    """Return whether a module is one that engines leave alone by this name."""
     return module.endswith(ignored) or module.startswith(f"{ignored}.")
 
 
@@ -101,7 +101,7 @@ class Float8BlocksClaims(Claims):
     ignored: frozenset[str]
 
     def problem(self, module: str, scheme: Scheme) -> str | None:
-        """All that is said must be of the scheme, and a size must be said: without one, clients differ."""
+        """Compare all that is said with the scheme; a size must be said, since clients differ without one."""
         expected = next(entry.config for its, entry in self.layout.readable if its == scheme)
         problems = [
             f"{key} {short_each(self.said.get(key))}, expected {short_each(expected[key])}"
@@ -113,13 +113,13 @@ class Float8BlocksClaims(Claims):
         return f"config.json says {'; '.join(problems)}" if problems else None
 
     def said_of(self, module: str) -> str:
-        """The size of the blocks."""
+        """Return the size of the blocks."""
         size = self.said.get("weight_block_size")
         return "" if size is None else f"weight_block_size {short_each(size)}"
 
 
 def _names(said: Any) -> list[str]:
-    """The names in a list of them; none where nothing is said."""
+    """Return the names in a list; none if nothing is said."""
     return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
 
 

@@ -28,11 +28,11 @@ class GptOss(Layout):
     """Only experts are quantized, and the JSON says which are not."""
 
     def json(self, linears: Linears) -> dict[str, Any]:
-        """What is not quantized."""
+        """Name what is not quantized; experts are quantized without being named."""
         return {"config.json": {"quant_method": self.name, "modules_to_not_convert": list(linears.ignored)}}
 
     def claims(self, directory: Directory, said: Mapping[str, Any]) -> "GptOssClaims":
-        """Refuse what are no names."""
+        """Read the names of what is not quantized; refuse anything but names."""
         left = said.get("modules_to_not_convert") or []
         if not isinstance(left, list) or not all(isinstance(name, str) for name in left):
             raise ValueError(
@@ -48,7 +48,7 @@ class GptOssClaims(Claims):
     left: list[str]
 
     def problem(self, module: str, scheme: Scheme) -> str | None:
-        """A module that is named there, or is inside of one, is not quantized."""
+        """Say that a module is named as not quantized, or is inside of such a module."""
         named = next((name for name in self.left if fnmatchcase(f"{module}.", f"{name}.*")), None)
         return None if named is None else f"config.json says by modules_to_not_convert that {named} is not quantized"
 

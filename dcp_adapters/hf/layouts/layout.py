@@ -42,7 +42,7 @@ KINDS: dict[str, Recipe] = {
     "mxfp4": MXFP4BlockScaling(),
     **{f"int4_{group}": Int4GroupScaling(group=group) for group in GROUPS},
 }
-# Inputs of a linear without a calibrated scale: quantized on the fly, or, where that needs one, left as they are.
+# Inputs of a linear without a calibrated scale: quantized on the fly, or, if that needs a scale, left as they are.
 UNCALIBRATED: dict[str, Inputs] = {
     "fp8_tensor": "dynamic",
     "fp8_row": "dynamic",
@@ -80,7 +80,7 @@ class Scheme:
 
     @staticmethod
     def of(kind: str, *, calibrated: bool) -> "Scheme":
-        """The scheme of a linear, with or without an `input_scale`."""
+        """Return the scheme of a linear, with or without an `input_scale`."""
         return Scheme(kind, "static" if calibrated else UNCALIBRATED[kind])
 
     def __str__(self) -> str:
@@ -88,9 +88,11 @@ class Scheme:
 
 
 def kind_of(recipe: Recipe) -> str | None:
-    """The kind under which engines decode what was quantized under `recipe`; None where they have none."""
+    """Return the kind under which engines decode what was quantized under `recipe`; None if they have none."""
+    # Engines know no other 8-bit float in weights.
     if getattr(recipe, "element", "e4m3") != "e4m3":
         return None
+    # It differs from current scaling only in how a scale is found; the bytes decode alike.
     if isinstance(recipe, Float8DelayedScaling):
         return "fp8_tensor"
     if isinstance(recipe, Float8BlockScaling) and recipe.blocks != "square":
@@ -106,7 +108,7 @@ def kind_of(recipe: Recipe) -> str | None:
 class StoredAs:
     """One tensor of a linear in the file.
 
-    part: of the quantized weight, INPUT_SCALE or SHAPE. name: what follows the module's fqn and a dot, or, where it
+    part: of the quantized weight, INPUT_SCALE or SHAPE. name: what follows the module's fqn and a dot, or, if it
     begins with "_", the name of a weight of all experts. also: dtypes, besides the part's, in which files by others
     hold it.
     """
@@ -117,7 +119,7 @@ class StoredAs:
     also: frozenset[str] = frozenset()
 
     def of(self, module: str) -> str:
-        """The tensor's name for a module, or for a weight of all experts; a model may be a single linear."""
+        """Return the tensor's name for a module, or for a weight of all experts; a model may be a single linear."""
         return module + self.name if self.name.startswith("_") else f"{module}.{self.name}".lstrip(".")
 
 
@@ -136,7 +138,7 @@ class Linears:
     schemes: module -> its scheme. ignored: modules of linears that are not quantized. kv_cache: what has scales of the
     KV cache, each attention ("tensor") or each of its heads ("head"); None: there are none. producer: name and version
     of what wrote the file. recipes: of the weights, all of them. rotated: module -> block, of linears whose inputs
-    engines must rotate. also: module -> its name in memory, where that differs. Engines look up one or the other, so
+    engines must rotate. also: module -> its name in memory, if that differs. Engines look up one or the other, so
     `names` gives both.
     """
 
@@ -149,17 +151,17 @@ class Linears:
     also: Mapping[str, str] = field(default_factory=dict)
 
     def names(self, modules: Iterable[str]) -> list[str]:
-        """All names of these modules."""
+        """Return all names of these modules."""
         own = list(modules)
         return [*own, *(self.also[module] for module in own if module in self.also)]
 
     @property
     def kinds(self) -> list[Scheme]:
-        """The schemes that occur, in a fixed order."""
+        """Return the schemes that occur, in a fixed order."""
         return sorted(set(self.schemes.values()), key=lambda scheme: (scheme.kind, scheme.inputs))
 
     def modules(self, scheme: Scheme) -> list[str]:
-        """The modules of a scheme, in the order of the model."""
+        """Return the modules of a scheme, in the order of the model."""
         return [module for module, its in self.schemes.items() if its == scheme]
 
 
@@ -168,11 +170,11 @@ class Layout:
     """One way to write quantized linears into safetensors, and to read them.
 
     A layout of your own gives `name` and `schemes`; the rest are answers of a layout that has nothing special. `json`
-    and `claims` are overridden where engines are told more than the name.
+    and `claims` are overridden if engines are told more than the name.
 
     Attributes:
         name: what `layout=` calls it; also the `quant_method` in config.json.
-        schemes: the schemes it has. A tensor of a linear is fp32 where it is a tensor-wide scale.
+        schemes: the schemes it has. A tensor of a linear is fp32 if it is a tensor-wide scale.
         lacks: what to do instead, for schemes that it does not have.
         also_reads: entries that files by others have; they are read, and never written.
         experts: what becomes of a weight [E, N, K] of all experts: "each", a linear for each; "all", it stays one, and
@@ -199,18 +201,18 @@ class Layout:
     kv_heads: Form | None = None
 
     def json(self, linears: Linears) -> dict[str, Any]:
-        """File name -> content of what engines are told; "config.json" holds the model's `quantization_config`.
+        """Map file names to what engines are told; "config.json" holds the model's `quantization_config`.
 
         Raises ValueError for what engines would take for something else.
         """
         return {"config.json": {"quant_method": self.name}}
 
     def describes(self, said: Mapping[str, Any] | None) -> bool:
-        """Whether a `quantization_config` is of this layout; None where only files beside config.json say something."""
+        """Return whether a `quantization_config` is of this layout; it is None if only other files say something."""
         return said is not None and said.get("quant_method") == self.name
 
     def claims(self, directory: Directory, said: Mapping[str, Any]) -> "Claims":
-        """What a directory that the layout describes says of its linears; `said`: its `quantization_config`, or {}.
+        """Return what a directory of this layout says of its linears; `said`: its `quantization_config`, or {}.
 
         Raises ValueError for a description that the library does not read.
         """
@@ -218,11 +220,11 @@ class Layout:
 
     @property
     def readable(self) -> list[tuple[Scheme, SchemeEntry]]:
-        """All entries that a file may have."""
+        """Return all entries that a file may have."""
         return [*self.schemes.items(), *self.also_reads]
 
     def entry(self, scheme: Scheme, module: str) -> SchemeEntry:
-        """The entry of a scheme. Raises ValueError where the layout has none."""
+        """Return the entry of a scheme. Raises ValueError if the layout has none."""
         found = self.schemes.get(scheme)
         if found is None:
             instead = self.lacks.get(scheme, f"it has {'; '.join(map(str, self.schemes))}")
@@ -234,13 +236,13 @@ class Layout:
 class Claims:
     """What the JSON of one directory says of its linears.
 
-    The scheme of a linear is read off its tensors (reading/schemes.py). JSON can say what they do not show: integers
-    where floats are expected, inputs in another format. So both have to agree, for each linear.
+    The scheme of a linear is read off its tensors (reading/schemes.py). JSON can say what they do not show: that codes
+    are integers and no floats, or that inputs have another format. So both have to agree, for each linear.
 
     Attributes:
         layout: whose names the tensors have.
         kinds: the recipe of each kind, as far as the JSON tells it.
-        kv_cache: why the KV cache is not quantized as FP8; None where it is, or where nothing is said.
+        kv_cache: why the KV cache is not quantized as FP8; None if it is, or if nothing is said.
     """
 
     layout: Layout
@@ -248,16 +250,16 @@ class Claims:
     kv_cache: str | None = None
 
     def problem(self, module: str, scheme: Scheme) -> str | None:
-        """How the scheme found for a module contradicts what is said of it, in words; None where it does not."""
+        """Return how the scheme found for a module contradicts what is said of it, in words; None if it does not."""
         return None
 
     def said_of(self, module: str) -> str:
-        """What is said of a module's weights, in few words; "" where nothing is."""
+        """Return what is said of a module's weights, in few words; "" if nothing is."""
         return ""
 
 
 def differing(said: Mapping[str, Any], expected: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    """What is said otherwise than expected, of the keys that both have; None counts as not said."""
+    """List what differs from what is expected, of the keys that both have; None counts as not said."""
     return [
         f"{key} {short(said[key])}, expected {short(expected[key])}"
         for key in keys

@@ -70,7 +70,7 @@ class ModelOpt(Layout):
     """The JSON names one algorithm for all linears, or one for each layer."""
 
     def json(self, linears: Linears) -> dict[str, Any]:
-        """hf_quant_config.json, and the same in config.json, which newer engines read."""
+        """Return hf_quant_config.json, and the same in config.json, which newer engines read."""
         _check_ignored(self, linears)
         kinds = linears.kinds
         configs = {scheme: self.schemes[scheme].config for scheme in kinds}
@@ -99,6 +99,7 @@ class ModelOpt(Layout):
             "exclude_modules": list(linears.ignored),
         }
         config: dict[str, Any] = {"quant_method": self.name, **told, "ignore": list(linears.ignored)}
+        # Some algorithms have no words in config_groups; then the name of the algorithm has to be enough.
         if all("group" in each for each in configs.values()):
             config["config_groups"] = {
                 f"group_{number}": {
@@ -116,11 +117,11 @@ class ModelOpt(Layout):
         }
 
     def describes(self, said: Mapping[str, Any] | None) -> bool:
-        """A directory may say it in hf_quant_config.json alone."""
+        """Return whether a directory is of this layout; hf_quant_config.json alone may say it."""
         return said is None or super().describes(said)
 
     def claims(self, directory: Directory, said: Mapping[str, Any]) -> "ModelOptClaims":
-        """Of both files; refuse one that names no algorithm."""
+        """Read both files; refuse one that names no algorithm."""
         records: list[tuple[str, Any]] = [("config.json", said)] if said else []
         if directory.quantization is not None:
             records.append(("hf_quant_config.json", directory.quantization.get("quantization") or {}))
@@ -139,6 +140,7 @@ class ModelOpt(Layout):
 
 def _check_ignored(layout: Layout, linears: Linears) -> None:
     """Refuse an ignored module whose name occurs in a quantized one's: engines look for it anywhere in a name."""
+    # One search in one text: models have thousands of both, and no name holds a line break.
     quantized = "\n".join(linears.schemes)
     for ignored in linears.ignored:
         if ignored in quantized:
@@ -157,7 +159,7 @@ class ModelOptClaims(Claims):
     said: list[tuple[str, Any]]
 
     def problem(self, module: str, scheme: Scheme) -> str | None:
-        """Each file must name the scheme's algorithm."""
+        """Compare the scheme with each file, which must name its algorithm."""
         expected = self.layout.schemes[scheme].config
         for file, record in self.said:
             layers = record.get("quantized_layers") or {}
@@ -172,7 +174,7 @@ class ModelOptClaims(Claims):
         return None
 
     def said_of(self, module: str) -> str:
-        """Its algorithm."""
+        """Return its algorithm."""
         record = self.said[0][1]
         layers = record.get("quantized_layers") or {}
         own = (_nearest(layers, module) if layers else None) or record
@@ -180,7 +182,7 @@ class ModelOptClaims(Claims):
 
 
 def _nearest(layers: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
-    """What is said of a module, or of the nearest module around it."""
+    """Return what is said of a module, or of the nearest module around it."""
     while module:
         if module in layers:
             found: Mapping[str, Any] = layers[module]

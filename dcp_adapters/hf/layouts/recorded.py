@@ -13,7 +13,7 @@ from qtensor.spec.recipes import Recipe
 
 
 def recorded_recipes(directory: Directory) -> dict[str, Recipe]:
-    """The recipes in the metadata of the files."""
+    """Return the recipes in the metadata of the files."""
     recipes: dict[str, Recipe] = {}
     for text in directory.notes.get(RECIPES, {}).values():
         try:
@@ -33,7 +33,7 @@ def recorded_recipes(directory: Directory) -> dict[str, Recipe]:
 
 
 def appearance(directory: Directory) -> torch.dtype:
-    """The dtype that quantized weights have where no target says it: config.json's, or bf16."""
+    """Return the dtype that quantized weights appear in if no target says it: config.json's, or bf16."""
     said = said_of_dtype(directory.config) or "bfloat16"
     if not isinstance(said, str) or said not in APPEARANCES:
         raise ValueError(

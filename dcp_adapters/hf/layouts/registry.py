@@ -18,24 +18,25 @@ def register_layout(layout: Layout) -> None:
 
 
 def layout_named(name: str) -> Layout:
-    """A layout by its name. Raises ValueError for an unknown one."""
+    """Return a layout by its name. Raises ValueError for an unknown one."""
     if name not in LAYOUTS:
         raise ValueError(f"layout={name!r} is not one of {', '.join(map(repr, LAYOUTS))}")
     return LAYOUTS[name]
 
 
 def layouts_of_models() -> dict[str, Layout]:
-    """`model_type` -> the layout that is made for such models, and the only one that engines know of them."""
+    """Map each `model_type` to the layout that is made for it, the only one that engines know of such models."""
     return {model: layout for layout in LAYOUTS.values() for model in layout.models}
 
 
 def claims_of(directory: Directory) -> Claims | None:
-    """What is said of the quantized linears; None where the directory says that nothing is quantized.
+    """Return what is said of the quantized linears; None if nothing in the directory is said to be quantized.
 
     Raises:
         ValueError: a quantization that the library does not have.
     """
     said = said_of_quantization(directory.config)
+    # ModelOpt may say it in hf_quant_config.json alone.
     if said is None and directory.quantization is None:
         return None
     if said is not None and not isinstance(said, Mapping):

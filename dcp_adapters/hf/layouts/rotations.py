@@ -37,7 +37,7 @@ def check_rotations(rotated: Mapping[str, int], layout: Layout, modules: Sequenc
 
     Args:
         rotated: module -> block.
-        layout: in which they are to be written.
+        layout: they are to be written in it.
         modules: of all linears.
 
     Raises:
@@ -58,7 +58,7 @@ def check_rotations(rotated: Mapping[str, int], layout: Layout, modules: Sequenc
 
 
 def transform_config(rotated: Mapping[str, int]) -> dict[str, Any]:
-    """What compressed-tensors reads: a group for each block, with the modules by name."""
+    """Return a `transform_config` that compressed-tensors reads: a group for each block, with the modules by name."""
     groups = {
         f"online_{block}": {
             "type": "hadamard",
@@ -81,7 +81,7 @@ def transform_config(rotated: Mapping[str, int]) -> dict[str, Any]:
 
 
 def said_rotations(transforms: Any) -> tuple[dict[str, int], list[str]]:
-    """Module -> block, of a `transform_config`; and in words what it says that the library does not read."""
+    """Map modules to blocks, as a `transform_config` says; and say in words what of it the library does not read."""
     groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
     if not isinstance(groups, Mapping) or len(transforms) > 1:
         return {}, ["expected an object with config_groups, and nothing else"]
@@ -91,6 +91,7 @@ def said_rotations(transforms: Any) -> tuple[dict[str, int], list[str]]:
         if not isinstance(group, Mapping) or not isinstance(group.get("apply", []), list):
             problems.append(f"{name}: expected an object with a list apply")
             continue
+        # What is not said has the default of compressed-tensors.
         scheme: dict[str, Any] = {**SCHEME, **group}
         problems += [f"{name}: {problem}" for problem in _scheme_problems(scheme)]
         for one in scheme.get("apply", []):
@@ -102,7 +103,7 @@ def said_rotations(transforms: Any) -> tuple[dict[str, int], list[str]]:
 
 
 def _scheme_problems(scheme: Mapping[str, Any]) -> list[str]:
-    """What the scheme of a group says that the library does not read."""
+    """Return what the scheme of a group says that the library does not read."""
     expected = {"type": "hadamard", **SCHEME}
     problems = [
         f"{key} {short(scheme.get(key))}, expected {short(value)}"
@@ -116,7 +117,7 @@ def _scheme_problems(scheme: Mapping[str, Any]) -> list[str]:
 
 
 def _targets(said: Any) -> tuple[list[str], list[str]]:
-    """The targets of one entry of apply, and what it says that the library does not read."""
+    """Return the targets of one entry of apply, and what it says that the library does not read."""
     if not isinstance(said, Mapping):
         return [], [f"apply has {short(said)}, expected an object"]
     said = {**APPLY, **said}
@@ -136,10 +137,10 @@ def _targets(said: Any) -> tuple[list[str], list[str]]:
 def said_markers(
     directory: Directory, layout: Layout, shapes: Mapping[str, Sequence[int]], dense: Mapping[str, FileTensor]
 ) -> dict[str, FileTensor]:
-    """An entry for each linear whose inputs are rotated, by its name, as a state dict has it.
+    """Return a marker entry for each linear whose inputs are rotated, by the name that a state dict gives it.
 
     Args:
-        directory: of which quantized linears are read.
+        directory: the linears are in it.
         layout: of these.
         shapes: module -> [N, K] of all that may be linears.
         dense: the tensors of the files that are no parts.
@@ -157,12 +158,14 @@ def said_markers(
     for module, block in rotated.items() if not problems else ():
         name = f"{module}.{MARKER}".lstrip(".")
         if module not in shapes:
+            # The reader has left out modules that nobody asked for; their transforms concern nobody, either.
             if module not in directory.left_out:
                 problems.append(
                     f"{short(module)}, of which the directory has no weight [N, K]; expected a module's name"
                 )
         elif shapes[module][1] % block:
             problems.append(f"{module}: blocks of {block}, which do not divide its {shapes[module][1]} inputs")
+        # A file may hold the marker, too; then both must say the same.
         elif name in dense and (dense[name].dtype, dense[name].shape) != ("U8", (block,)):
             problems.append(f"{module}: blocks of {block}, and {name} in {dense[name].file} is {dense[name]}")
         else:
@@ -177,5 +180,5 @@ def said_markers(
 
 
 def said_tensor(tensor: FileTensor) -> Tensor:
-    """The values of an entry of `said_markers`, which say nothing."""
+    """Return the values of an entry of `said_markers`, which say nothing."""
     return marker(tensor.shape[0], torch.device("cpu"))

@@ -7,7 +7,7 @@ Its own rules decide here, the ones that it uses itself (transformers.conversion
     written()         the names of the files that transformers itself would write
     reads(tensors)    what transformers would miss, not know, or find twice
 
-Transformers is imported where a config names a model of its, and only if it is installed. Without it, with another
+Transformers is imported if a config names a model of its, and only if it is installed. Without it, with another
 version's rules, or for a model that it does not know, there is no architecture; then names are compared as they are.
 """
 
@@ -30,9 +30,9 @@ from fsdp_hooks.wrappers import unwrap
 
 LIBRARY = "transformers"
 RULES = ("dot_natural_key", "rename_source_key", "revert_weight_conversion", "WeightConverter", "WeightRenaming")
-# Buffers that models compute and old files have; transformers leaves these out where a model has such a buffer.
+# Buffers that models compute and old files have; transformers leaves these out if a model has such a buffer.
 COMPUTED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-LOADED_BY = "_weight_conversions"  # where transformers keeps the rules that a model was loaded by, for save_pretrained
+LOADED_BY = "_weight_conversions"  # holds the rules that a model was loaded by, for transformers' save_pretrained
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -41,7 +41,7 @@ class Read:
     """What transformers would do with a directory's tensors.
 
     missing: tensors of the model that nothing gives a value. unexpected: tensors of the directory that it does not
-    know. twice: a tensor of the model -> the tensors of the directory of which each would be it. unlike: a tensor of
+    know. twice: a tensor of the model -> the tensors of the directory that would each be it. unlike: a tensor of
     the model -> in words, why what the directory has for it does not fit.
     """
 
@@ -72,19 +72,20 @@ class Architecture:
 
     @property
     def class_name(self) -> str:
-        """Of the model."""
+        """Return the name of the model's class."""
         return type(self.model).__name__
 
     def written(self) -> dict[str, tuple[int, ...]]:
-        """Name in the files -> shape, as `save_pretrained` would write the model."""
+        """Map names in the files to shapes, as `save_pretrained` would write the model."""
+        # `save_pretrained` writes a tied tensor once, under the name that the others are tied to.
         state = {name: value for name, value in self._state.items() if name not in self.tied}
         reverted = self._rules.revert_weight_conversion(self.model, state)
         return {name: tuple(value.shape) for name, value in reverted.items()}
 
     def named(self, tensors: Iterable[str]) -> FileNames:
-        """Names in memory and in a directory that holds these tensors; those that the model does not have are left."""
+        """Return the names in memory and in a directory of these tensors; tensors that the model lacks are left out."""
         found: dict[str, list[tuple[str, Any, str | None]]] = {}
-        for name, own, converter, pattern in self._renamed(tensors):
+        for name, own, converter, pattern in self._rename(tensors):
             if own in self.shapes:
                 found.setdefault(own, []).append((name, converter, pattern))
         in_files: dict[str, str] = {}
@@ -98,7 +99,8 @@ class Architecture:
                 whole.add(names[0])
                 continue
             targets = [own.replace(converter.target_patterns[0], target) for target in converter.target_patterns]
-            joined = self._joined(names, converter)
+            # Names of other operations, and of those with several results, are not followed; an export refuses them.
+            joined = self._join(names, converter)
             if joined is not None and len(targets) == 1:
                 in_files[own] = joined
             else:
@@ -107,15 +109,15 @@ class Architecture:
         return FileNames(in_files, frozenset(whole), otherwise)
 
     def owners(self, tensors: Iterable[str]) -> dict[str, str]:
-        """Name in a directory -> the tensor of the model that it becomes, or becomes a part of."""
-        return {name: own for name, own, _, _ in self._renamed(tensors) if own in self.shapes}
+        """Map names in a directory to the tensor of the model that each becomes, or becomes a part of."""
+        return {name: own for name, own, _, _ in self._rename(tensors) if own in self.shapes}
 
     def reads(self, tensors: Shapes) -> Read:
-        """What transformers would do with tensors of these names and shapes, each as the weight that it stands for."""
+        """Return what transformers would do with tensors of these names and shapes, each taken for a dense weight."""
         given: dict[str, list[str]] = {}
         merged: dict[str, tuple[Any, dict[str, list[str]]]] = {}
         unexpected: list[str] = []
-        for name, own, converter, pattern in self._renamed(tensors):
+        for name, own, converter, pattern in self._rename(tensors):
             if own not in self.shapes:
                 unexpected.append(name)
             elif converter is None:
@@ -133,7 +135,7 @@ class Architecture:
             names = tuple(name for those in sources.values() for name in those)
             if own in given:
                 twice[own] = (*given[own], *names)
-            targets, problem = self._merged(own, converter, sources, tensors)
+            targets, problem = self._merge(own, converter, sources, tensors)
             made |= {own, *targets}
             if problem is not None:
                 unlike[own] = f"{names[0]}, ... ({len(names)}): {problem}"
@@ -141,8 +143,8 @@ class Architecture:
 
     # -- transformers' rules -------------------------------------------------------------------------------------------
 
-    def _renamed(self, tensors: Iterable[str]) -> Iterable[tuple[str, str, Any, str | None]]:
-        """(name, name in memory, converter, its pattern that fits), as transformers finds them when it loads."""
+    def _rename(self, tensors: Iterable[str]) -> Iterable[tuple[str, str, Any, str | None]]:
+        """Yield (name, name in memory, converter, its pattern that fits), as transformers finds them when it loads."""
         rules, meta, prefix = self._rules, self._state, self.model.base_model_prefix
         mapping = importlib.import_module(f"{LIBRARY}.conversion_mapping").get_model_conversion_mapping(self.model)
         renamings = [one for one in mapping if isinstance(one, rules.WeightRenaming)]
@@ -154,24 +156,26 @@ class Architecture:
                 own, pattern = rules.rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=meta)
             yield name, own, of_pattern[pattern] if pattern is not None else None, pattern
 
-    def _joined(self, names: Sequence[str], converter: Any) -> str | None:
-        """The name of the weight of all experts that these linears are; None where they are put together otherwise."""
+    def _join(self, names: Sequence[str], converter: Any) -> str | None:
+        """Return the name of the weight that joins these linears of experts; None if another operation joins them."""
         kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
         if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
             return None
         leaves = [pattern.removesuffix(".weight").rpartition("*.")[2] for pattern in converter.source_patterns]
         return joined_names(names, leaves)
 
-    def _merged(
+    def _merge(
         self, own: str, converter: Any, sources: Mapping[str, Sequence[str]], tensors: Shapes
     ) -> tuple[list[str], str | None]:
-        """What a converter makes of these tensors, and in words why that does not fit."""
+        """Return what a converter makes of these tensors, and say why that does not fit; None if it fits."""
+        # It collects the tensors that it is given, and the model's rules are shared.
         converter = deepcopy(converter)
         for pattern, names in sources.items():
             for name in names:
                 shape = tuple(tensors[name])
                 converter.add_tensor(own, name, pattern, torch.empty(shape, dtype=torch.float32, device="meta"))
         try:
+            # On the meta device: only shapes are computed.
             made = converter.convert(own, model=self.model, config=self.model.config)
         except Exception as error:  # noqa: BLE001 - whatever an operation of transformers raises
             return [], f"they cannot be put together: {str(error).splitlines()[0]}"
@@ -181,6 +185,7 @@ class Architecture:
 
     def _missing(self, made: set[str]) -> list[str]:
         there = made | {name for name, to in self.tied.items() if to in made}
+        # One of two tied tensors is enough; loading gives its values to the other.
         there |= {to for name, to in self.tied.items() if name in made}
         return [name for name in self.shapes if name not in there | (self.spare - self.tied.keys())]
 
@@ -199,7 +204,7 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 
 def architecture_of(model: Any) -> Architecture | None:
-    """That of a live model of transformers; None for any other model."""
+    """Return the architecture of a live model of transformers; None for any other model."""
     if LIBRARY not in sys.modules:  # no such model can be there
         return None
     library = _library()
@@ -207,22 +212,23 @@ def architecture_of(model: Any) -> Architecture | None:
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
     own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # FSDP makes another
-    return _on_meta(lambda: _alike(own, model))
+    return _on_meta(lambda: _build_alike(own, model))
 
 
-def _alike(own: Any, model: Any) -> Any:
-    """Another model of the class, with the config of this one and the rules that it was loaded by."""
+def _build_alike(own: Any, model: Any) -> Any:
+    """Build another model of the class, with the config of this one and the rules that it was loaded by."""
     built = own(deepcopy(model.config))
+    # A model that was loaded from files of an older version is saved under their names.
     if LOADED_BY in vars(model):
         setattr(built, LOADED_BY, deepcopy(getattr(model, LOADED_BY)))
     return built
 
 
 def architecture_said(config: Mapping[str, Any], *, quantized_as: str | None = None) -> Architecture | None:
-    """That of a config.json; None where transformers is not installed, or does not know it.
+    """Return the architecture that a config.json names; None if transformers is not installed, or does not know it.
 
     Args:
-        config: the content of a config.json. Where it names no class, the one for text, or for images and text.
+        config: the content of a config.json. If it names no class, the one for text, or for images and text, is taken.
         quantized_as: the `quant_method` for which transformers changes modules before it reads the weights.
     """
     kind, named = config.get("model_type"), config.get("architectures")
@@ -243,7 +249,7 @@ def architecture_said(config: Mapping[str, Any], *, quantized_as: str | None = N
 
 
 def _library() -> Any:
-    """Transformers with the rules that are needed; None where it is not there, or has others."""
+    """Return transformers, if it has the rules that are needed; None if it is not there, or has different ones."""
     if LIBRARY not in sys.modules and importlib.util.find_spec(LIBRARY) is None:
         return None
     try:
@@ -256,7 +262,8 @@ def _library() -> Any:
 
 
 def _on_meta(build: Any, quantized_as: str | None = None) -> Architecture | None:
-    """What `build` gives, on the meta device; None where it cannot be built."""
+    """Return what `build` makes on the meta device; None if that fails."""
+    # What a class of transformers raises for a config is not known; then names are compared as they are.
     with suppress(Exception), torch.device("meta"):
         model = build()
         if quantized_as is not None:
@@ -266,7 +273,7 @@ def _on_meta(build: Any, quantized_as: str | None = None) -> Architecture | None
 
 
 def _change_modules(model: nn.Module, quantized_as: str) -> None:
-    """Put other modules where transformers does before it reads quantized weights: a linear for each expert, say."""
+    """Replace the modules that transformers replaces before it reads quantized weights: by linears of experts, say."""
     base = importlib.import_module(f"{LIBRARY}.quantizers.base")
     known: Mapping[str, Any] = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
     for name, module in list(model.named_modules()):

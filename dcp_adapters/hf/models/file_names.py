@@ -27,7 +27,7 @@ class FileNames:
     """Names in memory and in the files; a name that is not known is the same in both.
 
     in_files: name in memory -> name in the files. whole: of the latter, those that one tensor of a file holds.
-    otherwise: name in memory -> tensors of the files of which it is made in a way that is not followed here.
+    otherwise: name in memory -> tensors of the files that make it up in a way that is not followed here.
     """
 
     in_files: Mapping[str, str] = field(default_factory=dict)
@@ -36,16 +36,16 @@ class FileNames:
 
     @cached_property
     def in_memory(self) -> dict[str, str]:
-        """Name in the files -> name in memory."""
+        """Map names in the files to names in memory."""
         return {name: own for own, name in self.in_files.items()}
 
     def file_name(self, name: str) -> str:
-        """In the files, of a name in memory."""
-        return _renamed(name, self.in_files, self._modules)
+        """Return the name in the files of a name in memory."""
+        return _rename(name, self.in_files, self._modules)
 
     def memory_name(self, name: str) -> str:
-        """In memory, of a name in the files."""
-        return _renamed(name, self.in_memory, self._modules_in_memory)
+        """Return the name in memory of a name in the files."""
+        return _rename(name, self.in_memory, self._modules_in_memory)
 
     @cached_property
     def _modules(self) -> dict[str, str]:
@@ -57,7 +57,7 @@ class FileNames:
 
 
 def modules_renamed(names: Mapping[str, str]) -> dict[str, str]:
-    """Module -> its other name, of all modules around tensors whose names end alike in both."""
+    """Map modules to their other names, for all modules around tensors whose names end alike in both."""
     found: dict[str, str] = {}
     for own, other in names.items():
         mine, its = own.split("."), other.split(".")
@@ -68,7 +68,7 @@ def modules_renamed(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def memory_modules(names: FileNames, modules: Iterable[str]) -> dict[str, str]:
-    """Module in the files -> the module in memory, where that has another name."""
+    """Map modules in the files to those in memory that have another name."""
     found = {}
     for module in modules:
         other = names.memory_name(f"{module}.weight".lstrip(".")).removesuffix(".weight")
@@ -78,12 +78,12 @@ def memory_modules(names: FileNames, modules: Iterable[str]) -> dict[str, str]:
 
 
 def _beside(name: str, modules: Mapping[str, str]) -> tuple[str, str] | None:
-    """(module's other name, own name) of a scale or marker beside a weight of a known module."""
+    """Return (module's other name, own name) of a scale or marker beside a weight of a known module; else None."""
     module, _, own = name.rpartition(".")
     return (modules[module], own) if own in BESIDE and module in modules else None
 
 
-def _renamed(name: str, names: Mapping[str, str], modules: Mapping[str, str]) -> str:
+def _rename(name: str, names: Mapping[str, str], modules: Mapping[str, str]) -> str:
     if name in names:
         return names[name]
     weight, _, own = name.rpartition(".")
@@ -94,9 +94,9 @@ def _renamed(name: str, names: Mapping[str, str], modules: Mapping[str, str]) ->
 
 
 def joined_names(names: Sequence[str], leaves: Sequence[str]) -> str | None:
-    """The name of the weight of all experts, of the names of its linears `<experts>.<e>.<leaf>.weight`.
+    """Return the name of a weight of all experts, from the names of its linears `<experts>.<e>.<leaf>.weight`.
 
-    None where these are no linears of experts 0, 1, ..., with the same leaves each.
+    None if these are no linears of experts 0, 1, ..., with the same leaves each.
     """
     seen: dict[str, set[int]] = {leaf: set() for leaf in leaves}
     parents: set[str] = set()
@@ -107,6 +107,7 @@ def joined_names(names: Sequence[str], leaves: Sequence[str]) -> str | None:
         seen[leaf].add(int(number))
         parents.add(".".join(filter(None, around)))
     joined = leaves[0] if len(leaves) == 1 else next((one for one, its in HALVES.items() if [*its] == [*leaves]), None)
+    # All of them, from 0 on: the weight has no gaps.
     experts = set(range(len(names) // len(leaves)))
     if joined is None or len(parents) != 1 or any(each != experts for each in seen.values()):
         return None
@@ -120,11 +121,11 @@ def joined_names(names: Sequence[str], leaves: Sequence[str]) -> str | None:
 def names_of(
     own: Collection[str], names: FileNames, held: Collection[str], read: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
-    """Name of a source's tensor -> its name in the files, as far as these are known.
+    """Map the names of a source's tensors to their names in the files, as far as these are known.
 
     All tensors have names of one kind; the first kind that fits them all is taken: names in memory, names in the files,
-    and either of them behind a prefix or without one, where one prefix alone fits. Where none does, those in memory are
-    known, and those of files of another version.
+    and either of them behind a prefix or without one, if exactly one prefix fits. If no kind fits all of them, names in
+    memory and those of files of another version are translated, each by itself.
 
     Args:
         own: of the source's tensors, without what stands beside weights.
@@ -138,13 +139,15 @@ def names_of(
             return {name: space[name] for name in own}
     for space in (names.in_files, files):
         fitting = [found for found in _behind_prefixes(own, space) if found is not None]
+        # With two prefixes that fit (a text model inside of two holders, say), a choice would be a guess.
         if len(fitting) == 1:
             return fitting[0]
     return {name: names.in_files.get(name) or names.in_files.get(read.get(name, ""), name) for name in own}
 
 
 def _behind_prefixes(own: Collection[str], space: Mapping[str, str]) -> Iterator[dict[str, str] | None]:
-    """For each prefix that the names may have too much or too little: their names in the files, where all fit."""
+    """Yield, for each prefix that the names may have too much or too little, their names in the files if all fit."""
+    # A prefix that fits all names fits the first one, so that alone is searched for.
     first = next(iter(own), "")
     for added in {name[: -len(first)] for name in space if name.endswith(f".{first}")}:
         yield _all_in({name: f"{added}{name}" for name in own}, space)
@@ -162,5 +165,5 @@ def _all_in(changed: Mapping[str, str], space: Mapping[str, str]) -> dict[str, s
 
 
 def without_beside(names: Iterable[str]) -> list[str]:
-    """Those that are tensors of a model, and no scales or markers beside them."""
+    """Return the names of a model's tensors, without the scales and markers beside them."""
     return [name for name in names if name.rpartition(".")[2] not in BESIDE]

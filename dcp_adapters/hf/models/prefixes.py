@@ -9,18 +9,18 @@ from fsdp_hooks.wrappers import plain_name
 
 
 def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like: Collection[str] | None = None) -> str:
-    """What the names of the model's weights begin with, in a state dict whose leaves stand at `paths`.
+    """Return what the names of the model's weights begin with, in a state dict with leaves at `paths`.
 
     "" for a flat one, else the keys of the innermost dict that holds everything quantized. Raises ValueError if that is
     the outermost dict of a nested one, which may also hold optimizer states, or if weights are outside of it.
-    Where nothing is quantized, the keys of the dict whose names are in `like`.
+    If nothing is quantized, the keys of the dict whose names are in `like`.
     """
     above = [[str(key) for key in paths[name][:-1]] for name in quantized]
     if all(len(path) == 1 for path in paths.values()):
         return ""
     if not above:
-        return "" if like is None else _prefix_like(paths, like)
-    shared = _common_keys(above)
+        return "" if like is None else _find_prefix_like(paths, like)
+    shared = _find_common_keys(above)
     if not shared:
         tops = sorted({keys[0] if keys else "the outermost" for keys in above})
         raise ValueError(
@@ -28,6 +28,7 @@ def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like
             "(--prefix) where the model is"
         )
     prefix = "".join(f"{key}." for key in shared)
+    # They may be another model's, so which one is exported must be said.
     outside = [name for name in paths if name.endswith(".weight") and not name.startswith(prefix)]
     if outside:
         raise ValueError(
@@ -37,8 +38,8 @@ def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like
     return prefix
 
 
-def _prefix_like(paths: Mapping[str, Sequence[Any]], like: Collection[str]) -> str:
-    """The keys under which dense leaves have names of `like`; without such, those of the dict that holds everything."""
+def _find_prefix_like(paths: Mapping[str, Sequence[Any]], like: Collection[str]) -> str:
+    """Return the keys under which dense leaves have names of `like`; if there are none, those that hold everything."""
     found: Counter[str] = Counter()
     for name, path in paths.items():
         for depth in range(len(path)):
@@ -48,7 +49,7 @@ def _prefix_like(paths: Mapping[str, Sequence[Any]], like: Collection[str]) -> s
     best = [prefix for prefix, count in found.items() if count == most]
     if most and len(best) == 1:
         return best[0]
-    shared = _common_keys([[str(key) for key in path[:-1]] for path in paths.values()])
+    shared = _find_common_keys([[str(key) for key in path[:-1]] for path in paths.values()])
     if most or not shared:
         where = (
             f"under {' and '.join(prefix.removesuffix('.') or 'the outermost' for prefix in best)}"
@@ -62,8 +63,8 @@ def _prefix_like(paths: Mapping[str, Sequence[Any]], like: Collection[str]) -> s
     return "".join(f"{key}." for key in shared)
 
 
-def _common_keys(paths: Sequence[Sequence[str]]) -> list[str]:
-    """The keys that all paths begin with."""
+def _find_common_keys(paths: Sequence[Sequence[str]]) -> list[str]:
+    """Return the keys that all paths begin with."""
     shared = []
     for keys in zip(*paths, strict=False):
         if len(set(keys)) > 1:
@@ -73,13 +74,14 @@ def _common_keys(paths: Sequence[Sequence[str]]) -> list[str]:
 
 
 def under(prefix: str, named: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The entries whose names begin with the prefix, under the rest of their names as the plain model has them.
+    """Return the entries whose names begin with the prefix, under the rest of their names as the plain model has them.
 
     Raises:
         ValueError: there are none, or two have one name without what wrappers add to it.
     """
     if not named:
         raise ValueError(f"{where}: it holds no tensors")
+    # Wrappers may have put words into the prefix as into the names.
     own = plain_name(prefix)
     pairs = [(name, plain) for name in named if (plain := plain_name(name)).startswith(own)]
     if not pairs:
@@ -92,20 +94,21 @@ OUTER = ("module.", "base_model.model.")  # of DistributedDataParallel and of pe
 
 
 def outer_prefix(names: Collection[str], known: Collection[str], *, strict: bool) -> str:
-    """What all names begin with that the names of the model's files do not: of a wrapper, or of what holds the model.
+    """Return what all names begin with and those in the model's files do not: a wrapper's or a holder's name.
 
     Args:
         names: of tensors, by plain names.
-        known: those in the files of the model; empty where they are not known.
-        strict: refuse what may be a wrapper's where nothing is known.
+        known: those in the files of the model; empty if they are not known.
+        strict: refuse what may be a wrapper's name if nothing is known.
 
     Raises:
         ValueError: all names begin as those of a wrapped model do, and no files tell whether this one is.
     """
-    steps = _common_keys([name.split(".")[:-1] for name in names])
+    steps = _find_common_keys([name.split(".")[:-1] for name in names])
     prefixes = ["".join(f"{key}." for key in steps[:count]) for count in range(len(steps) + 1)]
     if known:
         counts = [sum(name.removeprefix(prefix) in known for name in names) for prefix in prefixes]
+        # The shortest one that brings most names among the known ones.
         return prefixes[counts.index(max(counts))]
     doubtful = next((outer for outer in OUTER if outer in prefixes), None)
     if strict and doubtful is not None:

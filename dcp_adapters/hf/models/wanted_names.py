@@ -1,8 +1,8 @@
-"""Which tensors of a directory are those that a model wants.
+"""Which tensors of a directory a model wants.
 
-Of a model of transformers its own rules tell (architectures.py). Where these do not know all that is wanted, it may be
-a state dict, a module inside a model (its text model, say), or one that holds it: then the rules tell of the model that
-the directory's config.json names, behind one prefix or without it. Where these do not, either, names are as they are.
+For a model of transformers its own rules tell (architectures.py). If they do not know all that is wanted, this may be
+a state dict, a module inside a model (its text model, say), or one that holds it: then the rules of the model tell that
+the directory's config.json names, behind one prefix or without it. If they do not know it, either, names stay.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,12 +22,12 @@ def wanted_names(
     config: Mapping[str, Any],
     may_lack: Sequence[str] = (),
 ) -> FileNames:
-    """Names in memory and in a directory.
+    """Return the names in memory and in a directory.
 
     Args:
         tensors: names of its weights.
         wanted: what the model has, by its own names.
-        architecture: of the model; None where it is none of transformers.
+        architecture: of the model; None if it is not one of transformers.
         config: the directory's config.json.
         may_lack: globs over names of the model that the directory need not have.
     """
@@ -35,14 +35,16 @@ def wanted_names(
     own = [name for name in without_beside(wanted) if not matches(name, may_lack)]
     if all(name in names.in_files or _is_there(name, wanted[name], tensors) for name in own):
         return names
+    # Building it takes time, so it is asked only if the target's own rules do not suffice.
     described = architecture_said(config)
     whole = FileNames() if described is None else described.named(tensors)
     found = names_of(own, whole, frozenset(tensors))
     known = {*tensors, *whole.in_memory}
+    # A translation that leads to a name nobody has would hide, in the error, what the target asked for.
     return FileNames(found, whole.whole) if all(name in known for name in found.values()) else names
 
 
 def _is_there(name: str, want: Entry, tensors: Collection[str]) -> bool:
-    """Whether the directory has the tensor under this name, or the linears of experts of which it is made."""
+    """Return whether the directory has the tensor under this name, or the linears of experts that make it up."""
     pieces = pieces_of(name, want.shape) if len(want.shape) == 3 else None
     return name in tensors or (bool(pieces) and all(f"{piece.module}.weight" in tensors for piece in pieces or ()))

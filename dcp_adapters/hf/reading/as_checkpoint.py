@@ -2,12 +2,12 @@
 
     <module>.weight*  of a quantized linear   ->  <module>.weight.payload, .scale[, .global_scale] and a recipe
     <module>.<e>.gate_proj.weight*, ...       ->  one entry <module>.gate_up_proj.*, each expert's tensor a chunk of it,
-                                                  where the target has such a weight of all experts
+                                                  if the target has such a weight of all experts
     scales of inputs and of the KV cache      ->  fp32 [] under their calibrated names
     everything else                           ->  as it is
 
-Where the values of each come from is in placed.py. Tensor-wide scales are checked here, before anything is loaded:
-those of experts must agree, and one stored as a reciprocal must have a reciprocal.
+placed.py says where the values of each come from. Tensor-wide scales are checked here, before anything is loaded:
+those of experts must agree, and a scale that is stored as a reciprocal must have a reciprocal.
 """
 
 import functools
@@ -51,7 +51,7 @@ class Presented:
     """The directory as a checkpoint.
 
     placed: all that is stored, by key. quantized: the quantized tensors, by name. scales: names of the scales of inputs
-    and of the KV cache. layout: how it is quantized, "" where it is not.
+    and of the KV cache. layout: how it is quantized, "" if it is not.
     """
 
     layout: str = ""
@@ -61,19 +61,19 @@ class Presented:
 
     @property
     def manifest(self) -> Manifest:
-        """The quantized tensors."""
+        """Return the quantized tensors."""
         return Manifest(self.quantized)
 
     @functools.cached_property
     def entries(self) -> dict[str, Entry]:
-        """All tensors, by name."""
+        """Return all tensors, by name."""
         parts = {key for entry in self.quantized.values() for key in entry.part_keys()}
         dense = {key: Entry(key, None, held.shape, held.dtype) for key, held in self.placed.items() if key not in parts}
         return dense | self.quantized
 
 
 def renamed(made: Presented, name_of: Callable[[str], str]) -> Presented:
-    """The same under other names.
+    """Return the same entries under other names.
 
     Raises:
         ValueError: two tensors would have one name.
@@ -91,18 +91,18 @@ def renamed(made: Presented, name_of: Callable[[str], str]) -> Presented:
 
 
 def presented(directory: Directory, contents: Contents, wanted: Mapping[str, Entry], look: Look) -> Presented:
-    """Decide the entries.
+    """Decide the entries that the directory has as a checkpoint.
 
     Args:
         directory: as read.
         contents: its tensors, sorted.
-        wanted: what the target has. Weights of all experts are put together only where it has them.
+        wanted: what the target has. Weights of all experts are put together only if it has them.
         look: reads one of the small tensors.
 
     Raises:
         ValueError: one error for all weights that cannot be presented, each with what was found.
     """
-    return _Presentation(directory, contents, wanted, look).made()
+    return _Presentation(directory, contents, wanted, look).decide()
 
 
 class _Presentation:
@@ -117,23 +117,24 @@ class _Presentation:
         self.problems: list[str] = []
         self.out = Presented(contents.layout)
 
-    def made(self) -> Presented:
+    def decide(self) -> Presented:
         for name, want in self.wanted.items():
             pieces = turned_pieces(name, want.shape) if name in self.turned else pieces_of(name, want.shape)
             if pieces and pieces[0].expert is not None and name not in self.dense:
-                self._experts(name, want.shape, pieces)
+                self._enter_experts(name, want.shape, pieces)
+        # What is left are single linears: those that make up a weight of all experts have been taken out.
         for module, linear in self.linears.items():
-            self._quantized(linear.weight, linear.shape, [(Piece(module, None, (0, linear.shape[-2])), linear)])
+            self._enter_quantized(linear.weight, linear.shape, [(Piece(module, None, (0, linear.shape[-2])), linear)])
         for name, tensor in self.dense.items():
             dtype = DTYPES.get(tensor.dtype)
             if dtype is None:
                 self.problems.append(f"{name}: {tensor}, which torch can not hold")
             else:
-                self._add(name, Placed.whole(dtype, tensor.shape, Slice(tensor, as_is)))
+                self._enter(name, Placed.whole(dtype, tensor.shape, Slice(tensor, as_is)))
         for name, (stored, tensor) in self.scales.items():
             heads = not is_one(tensor)
             source = source_of_part(tensor, stored, VALUES if heads else VALUE)
-            self._add(name, Placed.whole(torch.float32, tensor.shape[:1] if heads else (), source))
+            self._enter(name, Placed.whole(torch.float32, tensor.shape[:1] if heads else (), source))
             self.out.scales.add(name)
         if self.problems:
             raise ValueError(
@@ -141,18 +142,19 @@ class _Presentation:
             )
         return self.out
 
-    def _add(self, name: str, entry: Placed) -> None:
+    def _enter(self, name: str, entry: Placed) -> None:
         """Enter an entry, whose name must be its own."""
         if self.out.placed.setdefault(name, entry) is not entry:
             self.problems.append(f"{name}: the directory has it twice, as a tensor and as a part or scale of a linear")
 
-    def _experts(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
-        """The linears of all experts as one weight; if none of them is there, the name stays missing."""
+    def _enter_experts(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+        """Enter the linears of all experts as one weight; if none of them is there, the name stays missing."""
         linears = [self.linears.get(piece.module) for piece in pieces]
         dense = [self.dense.get(f"{piece.module}.weight") for piece in pieces]
         there = [bool(linear or tensor) for linear, tensor in zip(linears, dense, strict=True)]
         if not any(there):
             return
+        # Taken out in any case: they are parts of this weight, and no entries of their own.
         for piece in pieces:
             self.linears.pop(piece.module, None)
             self.dense.pop(f"{piece.module}.weight", None)
@@ -163,14 +165,14 @@ class _Presentation:
         elif all(linears) and pieces[0].turned:
             self.problems.append(f"{name}: {TURNED}")
         elif all(linears):
-            self._quantized(name, shape, list(zip(pieces, filter(None, linears), strict=True)))
+            self._enter_quantized(name, shape, list(zip(pieces, filter(None, linears), strict=True)))
         elif all(dense):
-            self._joined(name, shape, list(zip(pieces, filter(None, dense), strict=True)))
+            self._enter_joined(name, shape, list(zip(pieces, filter(None, dense), strict=True)))
         else:
             self.problems.append(f"{name}: it consists of linears some of which are quantized, some not")
 
-    def _joined(self, name: str, shape: tuple[int, ...], tensors: Sequence[tuple[Piece, FileTensor]]) -> None:
-        """A dense weight of all experts."""
+    def _enter_joined(self, name: str, shape: tuple[int, ...], tensors: Sequence[tuple[Piece, FileTensor]]) -> None:
+        """Enter a dense weight of all experts."""
         dtypes = sorted({tensor.dtype for _, tensor in tensors})
         if len(dtypes) > 1:
             self.problems.append(f"{name}: it consists of tensors of {', '.join(dtypes)}, expected one dtype")
@@ -182,14 +184,15 @@ class _Presentation:
                 self.problems.append(f"{tensor.name}: {tensor}, expected {[rows, columns]} of {name} {list(shape)}")
                 return
             at, sizes = (piece.rows[0], 0), (rows, columns)
+            # The rows of this linear are columns of the weight.
             if piece.turned:
                 at, sizes = at[::-1], sizes[::-1]
             held = Slice(tensor, as_is, lead=1, turned=piece.turned)
             chunks.append(Chunk((piece.expert or 0, *at), (1, *sizes), held))
-        self._add(name, Placed(DTYPES[dtypes[0]], shape, tuple(chunks)))
+        self._enter(name, Placed(DTYPES[dtypes[0]], shape, tuple(chunks)))
 
-    def _quantized(self, name: str, shape: tuple[int, ...], linears: Sequence[tuple[Piece, FileLinear]]) -> None:
-        """A quantized weight that consists of one linear or of several."""
+    def _enter_quantized(self, name: str, shape: tuple[int, ...], linears: Sequence[tuple[Piece, FileLinear]]) -> None:
+        """Enter a quantized weight that consists of one linear or of several."""
         kinds = sorted({linear.scheme.kind for _, linear in linears})
         if len(kinds) > 1:
             self.problems.append(f"{name}: it consists of linears quantized as {', '.join(kinds)}, expected one way")
@@ -211,8 +214,8 @@ class _Presentation:
         entry = Entry(name, recipe, tuple(shape), dtype)
         self.out.quantized[name] = entry
         for spec in specs_of(recipe):
-            self._add(f"{name}.{spec.name}", self._part(name, entry, spec, linears))
-        self._input_scale(name, linears)
+            self._enter(f"{name}.{spec.name}", self._part(name, entry, spec, linears))
+        self._move_input_scale(name, linears)
 
     def _check_shape(self, linear: FileLinear) -> None:
         """Check a shape that is stored beside the codes against theirs."""
@@ -223,7 +226,7 @@ class _Presentation:
                 self.problems.append(f"{tensor.name}: it says {said}, and the codes are those of {list(linear.shape)}")
 
     def _recipe(self, name: str, kind: str, weights: Sequence[str], shape: Sequence[int]) -> Recipe | None:
-        """The target's recipe where that keeps a history, else the recorded one, else the kind's."""
+        """Return the target's recipe if that keeps a history, else the recorded one, else the kind's."""
         recorded = {self.recipes[one] for one in {name, *weights} if one in self.recipes}
         if any(kind_of(recipe) != kind for recipe in recorded) or len(recorded) > 1:
             said = ", ".join(map(repr, recorded))
@@ -231,6 +234,7 @@ class _Presentation:
             return None
         recipe = recorded.pop() if recorded else self.kinds[kind]
         want = self.wanted.get(name)
+        # Files hold its scale alone; as the target's recipe it gets a history, and its bytes stay.
         if want is not None and isinstance(want.recipe, Float8DelayedScaling) and kind_of(want.recipe) == kind:
             recipe = want.recipe.stored
         try:
@@ -241,7 +245,8 @@ class _Presentation:
         return recipe
 
     def _part(self, name: str, entry: Entry, spec: PartSpec, linears: Sequence[tuple[Piece, FileLinear]]) -> Placed:
-        """The entry of one part."""
+        """Return the entry of one part."""
+        # The history of a delayed scale, which no file holds.
         if spec.length is not None:
             assert isinstance(entry.recipe, Float8DelayedScaling)
             stored, tensor = linears[0][1].parts["scale"]
@@ -264,6 +269,7 @@ class _Presentation:
     def _check_wide(self, name: str, spec: PartSpec, linears: Sequence[tuple[Piece, FileLinear]]) -> None:
         """Check that a tensor-wide scale stored as a reciprocal has one, and that all linears have the same scale."""
         held = [linear.parts[spec.name] for _, linear in linears]
+        # Only these cases need a value, and a directory has thousands of linears.
         if len(linears) == 1 and not held[0][0].form.inverts:
             return
         values = {tensor.name: source_of_part(tensor, stored, spec).read(self.look(tensor)) for stored, tensor in held}
@@ -271,12 +277,13 @@ class _Presentation:
         unusable = [one for one in unusable if not 0 <= values[one].item() < torch.inf]
         if unusable:
             self.problems.append(f"{unusable[0]}: its reciprocal, {values[unusable[0]].item()}, is no scale")
+        # As bits: scales that differ in the last place decode differently.
         elif len({value.view(torch.int32).item() for value in values.values()}) > 1:
             few = [f"{one} {value.item():.9g}" for one, value in list(values.items())[:2]]
             self.problems.append(f"{name}: {WIDE_APART} ({', '.join(few)}, ...)")
 
-    def _input_scale(self, name: str, linears: Sequence[tuple[Piece, FileLinear]]) -> None:
-        """One scale for the inputs of all experts goes under the name of their weight; different ones stay."""
+    def _move_input_scale(self, name: str, linears: Sequence[tuple[Piece, FileLinear]]) -> None:
+        """Move a scale that all experts share for their inputs under the name of their weight; different ones stay."""
         if linears[0][0].expert is None:
             return
         held = [linear.parts.get(INPUT_SCALE) for _, linear in linears]

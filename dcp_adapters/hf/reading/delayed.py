@@ -14,7 +14,7 @@ NEAR = (0, 1, -1, 2, -2)  # units in the last place
 
 
 def history_of(scale: Tensor, recipe: Float8DelayedScaling) -> Tensor:
-    """fp32 [amax_history_len]: an amax whose scale is `scale`, or next to it where no amax gives it; then zeros.
+    """Return fp32 [amax_history_len]: an amax whose scale is `scale`, or next to it if no amax gives it; then zeros.
 
     Args:
         scale: fp32 [].

@@ -41,6 +41,7 @@ ON_META = (
     "missing= names it, no file has it, and on the meta device it has no values to keep; build its module outside of "
     'torch.device("meta"), or give it memory and initialise it before the import'
 )
+# A name for users, who filter by it; it does not follow the module.
 LOG = logging.getLogger("dcp_adapters.import_hf")
 
 
@@ -67,14 +68,14 @@ def import_hf(  # noqa: PLR0913 - options of one operation
 
     Args:
         path: a directory with model.safetensors, or model.safetensors.index.json and its files; config.json and
-            hf_quant_config.json where it is quantized.
+            hf_quant_config.json if it is quantized.
         model: its parameters and buffers are written in place; those on the meta device get memory first, unless
             anything does not fit. The names in its state dict are those in the directory, except that a weight
             [E, N, K] `experts.gate_up_proj` or `experts.down_proj` consists of `experts.<e>.gate_proj.weight`, ... A
             model of transformers may have other names in memory than in its files; transformers' own rules say which
             are which, also for a module inside such a model, or one that holds it. None: there is no model.
         on_mismatch: "raise", a parameter whose recipe is not the directory's is an error. "convert", it is requantized,
-            or dequantized where it is dense.
+            or dequantized if it is dense.
         ignore: globs over names in the files: tensors that are passed over, whatever they are. One that matches nothing
             warns. What the model does without (transformers' `_keys_to_ignore_on_load_unexpected`, such as layers that
             predict several tokens) is passed over without being named.
@@ -87,15 +88,15 @@ def import_hf(  # noqa: PLR0913 - options of one operation
         no_dist: this process alone has the model, whole, and no other rank takes part. Without a model it is so anyway.
 
     Returns:
-        The model's state dict, under the names of the plain model where it or modules of it are wrapped (compiled,
+        The model's state dict, under the names of the plain model if it or modules of it are wrapped (compiled,
         say), and without adapters; without a model the directory's, in whole tensors on `device` (CPU). There,
         quantized weights have the recipe that the directory records, or that of their scheme. Added are the scales of
         inputs, `<module>.input_scale`, and of the KV cache, `<attention>.k_scale` and `.v_scale`: fp32 [], by which a
-        payload is multiplied (of the cache [heads], where each head has one). `export_hf` takes it all. What was passed
+        payload is multiplied (of the cache [heads], if each head has one). `export_hf` takes it all. What was passed
         over, and what the files lack, is logged on the first rank (logger "dcp_adapters.import_hf").
 
         A parameter with Float8DelayedScaling takes FP8 with one scale for the tensor: its history begins with the amax
-        that gives the scale, so the next step continues with it (or with one next to it, where no amax gives it).
+        that gives the scale, so the next step continues with it (or with one next to it, if no amax gives it).
 
     Raises:
         FileNotFoundError: there are no safetensors, or some are missing.
@@ -128,23 +129,27 @@ def import_hf(  # noqa: PLR0913 - options of one operation
     reader = _reader(path, model, live, ignore, missing, show=progress and is_first(ranks))
     names: list[str] = []
     with waited_for(ranks, "import_hf"):
+        # What does not fit on one rank is raised on all of them, before anything is written.
         on_all(ranks, lambda: names.extend(_compare(reader, live, on_mismatch, ranks, missing)))
     loaded = {*names}
     if is_first(ranks):
         _tell(reader, [own[0] for own in live.names if loaded.isdisjoint(own)])
+    # After the comparison on all ranks: until here an error leaves the model as it was.
     on_all(ranks, lambda: materialise(model, live, device))
     state = plain_state_dict(model, adapters=False)
     scales = sorted(reader.presented().scales)
     placed = reader.presented().placed
+    # A plain model has no place for scales of inputs and of the KV cache; they are returned beside its state dict.
     extras = {name: torch.empty(placed[name].shape, dtype=torch.float32, device="cpu") for name in scales}
     _load({name: state[name] for name in names} | extras, reader, ranks)
     return {**state, **extras}
 
 
 def check_import(path: str | os.PathLike[str], model: nn.Module, *, on_mismatch: str = "raise") -> None:
-    """Raise as `import_hf` would where the directory does not fit the model; nothing is changed, and no weight is read.
+    """Raise as `import_hf` would if the directory does not fit the model; nothing is changed, and no weight is read.
 
-    But for weights that the model ties and the files have twice: rank 0 compares them. It is no collective.
+    One exception: weights that the model ties and the files have twice are read and compared, on rank 0. It is no
+    collective.
     """
     live = Live.of(model)
     _compare(_reader(path, model, live), live, on_mismatch, None)
@@ -170,8 +175,9 @@ def _reader(  # noqa: PLR0913 - options of one operation
 def _whole_state_dict(
     path: str | os.PathLike[str], device: torch.device | str, ignore: Sequence[str], *, show: bool
 ) -> dict[str, Tensor]:
-    """The directory's state dict, in this process alone."""
+    """Read the directory's state dict, in this process alone."""
     reader = HuggingFaceReader(path, show=show, passed_over=PassedOver(ignore))
+    # Of the directory's own recipes, so that the load copies bytes and converts nothing.
     state = {
         name: entry.tensor(
             {part: torch.empty(shape, dtype=dtype, device=device) for part, (dtype, shape) in entry.parts().items()}
@@ -210,7 +216,7 @@ def _load(state: Mapping[str, Tensor], reader: HuggingFaceReader, ranks: Ranks) 
 def _compare(
     reader: HuggingFaceReader, live: Live, on_mismatch: str, ranks: Ranks, missing: Sequence[str] = ()
 ) -> list[str]:
-    """The names to load, one for each tensor of the model but for those that may be `missing`.
+    """Compare, and return the names to load: one for each tensor of the model, except those that may be `missing`.
 
     Raises:
         ValueError: the directory does not fit the model.
@@ -219,12 +225,14 @@ def _compare(
         raise ValueError(f"import_hf: missing pattern {pattern!r} matches no tensor of the model")
     made = reader.presented()
     entries = {name: entry for name, entry in made.entries.items() if name not in made.scales}
-    names, problems = _matched_names(entries, live, reader, missing, first=is_first(ranks))
+    names, problems = _match_names(entries, live, reader, missing, first=is_first(ranks))
     problems += live.problems()
+    # Ranks outside of the group would keep the values that they have.
     check_spanned(live.state.values(), ranks)
     metadata, flat = reader.read_metadata(), {name: plain_leaf(live.state[name]) for name in names}
     leaves = leaves_of(flat)
     target = LoadTarget.of(leaves, {name: (name,) for name in flat})
+    # Names were compared above, in words for models, and recipes are compared below.
     problems += differences(target, metadata, made.manifest, partial=True, convert=True)
     problems += not_writable(leaves, [name for name in flat if not live.state[name].is_meta])
     if on_mismatch == "raise":
@@ -241,12 +249,12 @@ def _compare(
     return names
 
 
-def _matched_names(
+def _match_names(
     held: Mapping[str, Entry], live: Live, reader: HuggingFaceReader, missing: Sequence[str], *, first: bool
 ) -> tuple[list[str], list[str]]:
-    """Under which of its names each tensor of the model is in the directory; and what only one side has.
+    """Return the name under which the directory has each tensor of the model, and what only one side has.
 
-    first: whether this rank looks at tied tensors, of which all hear.
+    first: whether this rank compares the values of tied tensors; all ranks hear what it finds.
     """
     names, problems = [], []
     for own in live.names:
@@ -259,6 +267,7 @@ def _matched_names(
         else:
             tied = f" (nor {', '.join(own[1:])}, which it is tied to)" if len(own) > 1 else ""
             problems.append(f"{own[0]}: only the model has it{tied}{advise_not_rotating(own[0], held)}")
+        # Only one of two tied tensors is loaded: with other values under the second name, the file's would be lost.
         if any(first and not reader.alike(found[0], other) for other in found[1:]):
             problems.append(
                 f"{found[1]}: the model ties it to {found[0]}, and the directory has other values for it; untie them"

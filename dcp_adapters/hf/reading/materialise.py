@@ -19,8 +19,8 @@ from fsdp_hooks.wrappers import PlainNames, plain_buffers, plain_state_dict
 class Live:
     """The tensors of a model.
 
-    state: state-dict name, as the plain model has it where modules are compiled -> the parameter or buffer itself.
-    names: for each tensor its names, several where it is tied. lost: buffers on the meta device that no state dict has.
+    state: state-dict name, as the plain model has it if modules are compiled -> the parameter or buffer itself.
+    names: for each tensor its names, several if it is tied. lost: buffers on the meta device that no state dict has.
     adapters: those on the meta device.
     """
 
@@ -31,7 +31,7 @@ class Live:
 
     @staticmethod
     def of(model: nn.Module) -> "Live":
-        """The tensors of a model; what is no tensor (extra state of modules) is left out, and so are adapters."""
+        """Collect the tensors of a model, without adapters and without what is no tensor (extra state of modules)."""
         state = {
             name: value
             for name, value in plain_state_dict(model, keep_vars=True, adapters=False).items()
@@ -46,7 +46,7 @@ class Live:
         return Live(state, list(names.values()), buffers, empty)
 
     def problems(self) -> list[str]:
-        """What is on the meta device, and no file can fill."""
+        """Say what is on the meta device and can be filled by no file."""
         empty = [
             f"{name}: an adapter on the meta device, of which the model's files have no values; add adapters after the "
             "import, or load them first"
@@ -70,8 +70,10 @@ def materialise(model: nn.Module, live: Live, device: torch.device | str | None)
         device: where the memory is; None: for a sharded tensor the device of its mesh, for others the CPU.
     """
     on_meta = [live.state[own[0]] for own in live.names if live.state[own[0]].is_meta]
-    made = [_with_memory(tensor, device) for tensor in on_meta]  # all of them before the first is swapped
+    # All of them before the first is swapped: if memory runs out, the model is as it was.
+    made = [_with_memory(tensor, device) for tensor in on_meta]
     for tensor, new in zip(on_meta, made, strict=True):
+        # Swapped and not replaced: optimizers, ties and FSDP refer to the Parameter objects.
         torch.utils.swap_tensors(tensor, new)
     if on_meta and any(isinstance(module, FSDPModule) for module in model.modules()):
         model.load_state_dict({}, strict=False)  # FSDP looks at its shards anew after a load

@@ -23,7 +23,7 @@ UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
 
 
 def unexpected_patterns(model: nn.Module) -> tuple[re.Pattern[str], ...]:
-    """What a model, and each model in it, says that it does without."""
+    """Return what a model, and each model in it, says that it does without."""
     found = {one for part in model.modules() for one in getattr(part, UNEXPECTED, None) or ()}
     return tuple(re.compile(one) for one in sorted(found))
 
@@ -39,15 +39,15 @@ class PassedOver:
     unexpected: Sequence[re.Pattern[str]] = ()
 
     def asked(self, names: Iterable[str]) -> list[str]:
-        """Those that `ignore` means, in their order."""
-        return [name for name in names if self.ignore and any(matches(one, self.ignore) for one in _called(name))]
+        """Return the names that `ignore` means, in their order."""
+        return [name for name in names if self.ignore and any(matches(one, self.ignore) for one in _names_of(name))]
 
     def idle(self, ignored: Iterable[str]) -> list[str]:
-        """The globs that mean none of the tensors which `asked` has found."""
-        return unmatched(self.ignore, [one for name in ignored for one in _called(name)])
+        """Return the globs that mean none of the tensors which `asked` has found."""
+        return unmatched(self.ignore, [one for name in ignored for one in _names_of(name)])
 
     def by_model(self, names: Iterable[str], wanted: Mapping[str, Entry]) -> list[str]:
-        """Those that the model does without, in their order; `wanted`: what it has, by the names in the files."""
+        """Return names that the model does without, in their order; `wanted`: what it has, by names in the files."""
         if not self.unexpected:
             return []
         modules = {name.rpartition(".")[0] for name in wanted}
@@ -55,17 +55,18 @@ class PassedOver:
         return [
             name
             for name in names
+            # A pattern may be too wide for this model: what it has is loaded, whatever the pattern says.
             if any(one.search(name) for one in self.unexpected) and not _is_wanted(name, wanted, modules)
         ]
 
 
-def _called(name: str) -> tuple[str, ...]:
-    """The names that a tensor of a file goes by: its own, and that of the quantized weight of which it is a part."""
+def _names_of(name: str) -> tuple[str, ...]:
+    """Return the names that a tensor of a file goes by: its own, and that of the quantized weight it is a part of."""
     return tuple(dict.fromkeys((name, weight_of(name))))
 
 
 def _is_wanted(name: str, wanted: Mapping[str, Entry], modules: Collection[str]) -> bool:
-    """Whether the model has the tensor, or the weight of which it is a part."""
+    """Return whether the model has the tensor, or the weight that it is a part of."""
     if name in wanted or weight_of(name) in wanted:
         return True
     module, _, own = name.rpartition(".")

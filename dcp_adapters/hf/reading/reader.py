@@ -58,7 +58,7 @@ class OpenFiles:
         self.root, self.stack, self.opened = root, ExitStack(), dict[str, Any]()
 
     def piece(self, tensor: FileTensor) -> Any:
-        """Safetensors' slice of a tensor, of which nothing is read before it is indexed."""
+        """Return safetensors' slice of a tensor; nothing is read before it is indexed."""
         if tensor.is_said:
             return said_tensor(tensor)
         file = self.opened.get(tensor.file)
@@ -81,7 +81,7 @@ class HuggingFaceReader(StorageReader):
     Args:
         path: the directory.
         wanted: what the target has, by state-dict name; a weight of all experts is put together from the experts'
-            linears only where it is named here.
+            linears only if it is named here.
         show: a progress bar over the bytes that are read, on a terminal.
         only_wanted: modules that hold nothing of `wanted` are left out, and files may have other names than the usual
             ones, see `read_directory`.
@@ -121,14 +121,15 @@ class HuggingFaceReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The directory, for messages."""
+        """Return the directory, for messages."""
         return str(self.path)
 
     def presented(self) -> Presented:
-        """What the directory holds, as entries of a checkpoint; read once."""
+        """Return what the directory holds, as entries of a checkpoint; read once."""
         if self.made is None:
             directory = read_directory(self.path, any_name=self.only_wanted)
             self.ignored = self.passed_over.asked(directory.tensors)
+            # Names are translated weight by weight, and files hold a quantized one in parts.
             weights = {*map(weight_of, directory.tensors.keys() - set(self.ignored))}
             names = wanted_names(weights, self.wanted, self.architecture, directory.config, self.may_lack)
             wanted = {names.file_name(name): want for name, want in self.wanted.items()}
@@ -137,11 +138,14 @@ class HuggingFaceReader(StorageReader):
                 kept = _of_wanted(kept, wanted)
             if len(kept) < len(directory.tensors):
                 left_out = frozenset(name.rpartition(".")[0] for name in directory.tensors.keys() - kept)
+                # Transforms of modules that are left out are not taken for those of modules that do not exist.
                 directory = dataclasses.replace(directory, tensors=kept, left_out=left_out)
+            # A matrix of small integers is taken for codes unless the target has integers of this name.
             counts = {name for name, want in wanted.items() if not want.dtype.is_floating_point}
             with OpenFiles(self.root) as files:
                 contents = contents_of(directory, counts)
                 made = presented(directory, contents, wanted, lambda tensor: files.piece(tensor)[...])
+            # Layouts and experts are found by names of the files, so the target's names come last.
             self.made = renamed(made, names.memory_name) if names.in_files else made
         return self.made
 
@@ -153,43 +157,43 @@ class HuggingFaceReader(StorageReader):
         return {name: tensor for name, tensor in tensors.items() if name not in left_out} if left_out else tensors
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor, quantized or dense; None where none has this name."""
+        """Return the shape of a tensor, quantized or dense; None if none has this name."""
         entry = self.presented().entries.get(name)
         return None if entry is None else entry.shape
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """The whole parts of a tensor, on the CPU."""
+        """Read the whole parts of a tensor, on the CPU."""
         with OpenFiles(self.root) as files:
             return self.read_from(files, name)
 
     def read_from(self, files: OpenFiles, name: str) -> dict[str, Tensor]:
-        """`read`, with files that stay open between tensors; they make tensors on the default device."""
+        """Read as `read` does, from files that stay open between tensors and make them on the default device."""
         made = self.presented()
         entry = made.entries[name]
         return {part: _whole_entry(made.placed[entry.key(part)], files) for part in entry.parts()}
 
     def values(self, name: str) -> Tensor:
-        """A whole tensor on the CPU; a quantized one's values, in the dtype that is wanted of it or the directory's."""
+        """Read a whole tensor on the CPU; a quantized one is dequantized, to the wanted dtype or the directory's."""
         value = self.presented().entries[name].tensor(self.read(name))
         return value.dequantize() if isinstance(value, QuantizedTensor) else value
 
     def alike(self, name: str, other: str) -> bool:
-        """Whether two tensors of the directory, dense or quantized, have equal bytes."""
+        """Return whether two tensors of the directory, dense or quantized, have equal bytes."""
         made = self.presented()
         one, two = made.entries[name], made.entries[other]
         if (one.recipe, one.parts()) != (two.recipe, two.parts()):
             return False
         keys = [(one.key(part), two.key(part)) for part in one.parts()]
         with OpenFiles(self.root) as files:
-            return all(_alike(made.placed[own], made.placed[its], files) for own, its in keys)
+            return all(_have_equal_bytes(made.placed[own], made.placed[its], files) for own, its in keys)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called by DCP before a load."""
+        """Take another directory if DCP names one, before a load."""
         if checkpoint_id is not None and Path(checkpoint_id) != self.path:
             self.path, self.made, self.metadata = Path(checkpoint_id), None, None
 
     def read_metadata(self) -> Metadata:
-        """The entries, and the manifest in the planner data."""
+        """Return the entries, and the manifest in the planner data."""
         if self.metadata is not None:
             return self.metadata
         made = self.presented()
@@ -199,6 +203,7 @@ class HuggingFaceReader(StorageReader):
             chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in entry.chunks]
             records[name] = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
             storage |= {MetadataIndex(name, torch.Size(one.offsets)): one.held for one in entry.chunks}
+        # DCP's planners look for a flat state dict's paths here, and ours for the manifest.
         planner_data = {name: (name,) for name in records} | {MANIFEST_JSON: made.manifest.to_json()}
         meta = StorageMeta(checkpoint_id=str(self.path))
         self.metadata = Metadata(records, planner_data=planner_data, storage_data=storage, storage_meta=meta)
@@ -211,11 +216,11 @@ class HuggingFaceReader(StorageReader):
         self.itemsize = {name: record.properties.dtype.itemsize for name, record in records.items()}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -239,19 +244,19 @@ class HuggingFaceReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a directory."""
+        """Return whether it is a directory."""
         return Path(checkpoint_id).is_dir()
 
 
 def _of_wanted(tensors: Mapping[str, FileTensor], wanted: Mapping[str, Entry]) -> dict[str, FileTensor]:
-    """The tensors of modules of which something is wanted, whatever else is in these."""
+    """Return all tensors of each module that has something wanted."""
     modules = {name.rpartition(".")[0] for name in wanted}
     modules |= {piece.module for name, want in wanted.items() for piece in pieces_of(name, want.shape) or ()}
     return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in modules}
 
 
 def _whole_entry(entry: Placed, files: OpenFiles) -> Tensor:
-    """All chunks of an entry, in memory of their own."""
+    """Return all chunks of an entry, in memory of their own."""
     out = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     for chunk in entry.chunks:
         box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -259,8 +264,8 @@ def _whole_entry(entry: Placed, files: OpenFiles) -> Tensor:
     return out
 
 
-def _alike(one: Placed, two: Placed, files: OpenFiles) -> bool:
-    """Whether two entries of one dtype and shape have equal bytes; compared in pieces of AT_ONCE."""
+def _have_equal_bytes(one: Placed, two: Placed, files: OpenFiles) -> bool:
+    """Compare the bytes of two entries of one dtype and shape, in pieces of AT_ONCE elements."""
     if len(one.chunks) != 1 or len(two.chunks) != 1:
         return False  # of experts, each a tensor of its own
     pair = [(chunk.held, files.piece(chunk.held.tensor)) for chunk in (*one.chunks, *two.chunks)]

@@ -64,7 +64,7 @@ class FileLinear:
 
     @property
     def weight(self) -> str:
-        """The weight's name in a state dict."""
+        """Return the name of the weight in a state dict."""
         return self.module if len(self.shape) > 2 else f"{self.module}.weight".lstrip(".")
 
 
@@ -85,7 +85,7 @@ class Contents:
 
 
 def code_names() -> frozenset[str]:
-    """The own names of all tensors that may be parts of a quantized weight, in whatever layout."""
+    """Return the own names of all tensors that may be parts of a quantized weight, in whatever layout."""
     return _code_names(*LAYOUTS)
 
 
@@ -95,12 +95,12 @@ def _code_names(*layouts: str) -> frozenset[str]:
 
 
 def is_quantized(directory: Directory) -> bool:
-    """Whether its JSON says so, in whatever way."""
+    """Return whether the directory's JSON says in any way that it is quantized."""
     return said_of_quantization(directory.config) is not None or directory.quantization is not None
 
 
 def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
-    """Sort all tensors.
+    """Sort all tensors of a directory into quantized linears, scales and dense ones.
 
     Args:
         directory: as read.
@@ -138,12 +138,13 @@ def contents_of(directory: Directory, counts: Collection[str] = ()) -> Contents:
         raise _refusal(directory, claims, refused)
     if claims is None:
         return Contents(linears, scales, dense)
+    # A state dict says by an entry that inputs are rotated; here config.json does, so the entry is made.
     dense |= said_markers(directory, claims.layout, _shapes(linears, dense), dense)
     return Contents(linears, scales, dense, claims.layout.name, claims.kinds)
 
 
 def weight_of(name: str) -> str:
-    """The weight, by the name alone, of which a tensor is a part in some layout; any other tensor's own name."""
+    """Return the name of the weight that a tensor is a part of in some layout, by its name alone; else its own name."""
     names = code_names()
     module, _, own = name.rpartition(".")
     if own in names:
@@ -153,7 +154,7 @@ def weight_of(name: str) -> str:
 
 
 def _shapes(linears: Mapping[str, FileLinear], dense: Mapping[str, FileTensor]) -> dict[str, tuple[int, ...]]:
-    """Module -> shape [N, K] of each weight that may be a linear's."""
+    """Map modules to the shape [N, K] of each weight that may be a linear's."""
     weights = {name: tensor for name, tensor in dense.items() if name.rpartition(".")[2] == "weight"}
     matrices = {name.rpartition(".")[0]: tensor.shape for name, tensor in weights.items() if tensor.dtype in VALUES}
     matrices |= {module: linear.shape for module, linear in linears.items()}
@@ -161,7 +162,7 @@ def _shapes(linears: Mapping[str, FileLinear], dense: Mapping[str, FileTensor]) 
 
 
 def _modules(tensors: Mapping[str, FileTensor], claims: Claims | None) -> dict[str, dict[str, FileTensor]]:
-    """Module, or weight of all experts that is stored whole -> its tensors by their own names."""
+    """Map modules, and weights of all experts that are stored whole, to their tensors by their own names."""
     modules: dict[str, dict[str, FileTensor]] = {}
     ends = sorted(_names([] if claims is None or claims.layout.experts == "each" else [claims.layout]))
     for name, tensor in tensors.items():
@@ -174,7 +175,7 @@ def _modules(tensors: Mapping[str, FileTensor], claims: Claims | None) -> dict[s
 def _kv_scales(
     module: str, own: Mapping[str, FileTensor], claims: Claims | None
 ) -> Iterator[tuple[str, FileTensor, Form]]:
-    """(calibrated name, tensor, how it is read) of the scales of the KV cache that stand in a module."""
+    """Yield (calibrated name, tensor, how it is read) of the scales of the KV cache that stand in a module."""
     for calibrated, stored in (claims.layout.kv_scales if claims is not None else {}).items():
         inside, _, name = stored.rpartition(".")
         tensor = own.get(name)
@@ -187,44 +188,49 @@ def _kv_scales(
 
 
 def is_one(tensor: FileTensor) -> bool:
-    """Whether a tensor of a file is a single value."""
+    """Return whether a tensor of a file is a single value."""
     return tensor.shape in {(), (1,)}
 
 
 def _codes(
     module: str, own: Mapping[str, FileTensor], claims: Claims | None, counts: Collection[str]
 ) -> dict[str, FileTensor]:
-    """The tensors of a module that belong to a quantized weight, the weight too; none where it is dense."""
+    """Return the tensors of a module that belong to a quantized weight, with the weight; none if it is dense."""
     layouts = LAYOUTS.values() if claims is None else [claims.layout]
+    # Without a quantization_config the names of all layouts count: codes must not be taken for values.
     names = _names(layouts) | FOREIGN_NAMES
     codes = {
         name: tensor
         for name, tensor in own.items()
         if (name in names and name != "weight") or _holds_codes(tensor, counts)
     }
+    # Its dtype may be that of values; beside scales it is a weight that was never compressed, and refused as such.
     if codes and "weight" in own:
         codes["weight"] = own["weight"]
     return codes
 
 
 def _names(layouts: Iterable[Layout]) -> set[str]:
-    """The own names of all tensors of quantized linears."""
+    """Return the own names of all tensors of quantized linears."""
     return {stored.name for layout in layouts for _, entry in layout.readable for stored in entry.stored}
 
 
 def _holds_codes(tensor: FileTensor, counts: Collection[str]) -> bool:
-    """Whether a dtype says that the values are not there without scales."""
+    """Return whether the dtype of a tensor says that it holds no values without scales."""
     if tensor.dtype in VALUES or tensor.name in counts:
         return False
+    # Models have matrices of masks and positions, which are BOOL and I64; narrower ones are mostly packed codes.
     return tensor.dtype not in COUNTS or (len(tensor.shape) > 1 and tensor.dtype not in {"I64", "BOOL"})
 
 
 def _linear_from(module: str, codes: Mapping[str, FileTensor], claims: Claims | None) -> tuple[FileLinear | None, str]:
-    """The linear that these tensors are; or None, and why they are none."""
+    """Return the linear that these tensors are, or None and why they are none."""
     found = ", ".join(f"{name} {tensor}" for name, tensor in sorted(codes.items()))
     if claims is None:
         return None, f"{found}: it is quantized, and config.json has no quantization_config that says how"
     problems = []
+    # The tensors decide, and the JSON must agree: it may say what they do not show, such as integers in place of
+    # floats.
     for scheme, entry in claims.layout.readable:
         linear = _fitting(module, codes, scheme, entry)
         if linear is not None:
@@ -239,7 +245,7 @@ def _linear_from(module: str, codes: Mapping[str, FileTensor], claims: Claims | 
 
 
 def _fitting(module: str, codes: Mapping[str, FileTensor], scheme: Scheme, entry: SchemeEntry) -> FileLinear | None:
-    """The linear, where all its tensors are those of the scheme."""
+    """Return the linear if its tensors are those of the scheme, all of them and no other; else None."""
     stored = {one.part: one for one in entry.stored}
     if codes.keys() != {one.name for one in entry.stored}:
         return None
@@ -269,7 +275,7 @@ def _is_part(tensor: FileTensor, stored: StoredAs, spec: PartSpec, shape: Sequen
 
 
 def _guess(codes: Mapping[str, FileTensor]) -> str:
-    """What these tensors may be instead, in words."""
+    """Say what these tensors may be instead."""
     weight = codes.get("weight") or codes.get("weight_packed") or codes.get("_blocks")
     scale = codes.get("weight_scale") or codes.get("_scales")
     dtype = weight.dtype if weight is not None else ""

@@ -22,7 +22,7 @@ from fsdp_hooks.torch_private import cpu_by_default
 
 
 def is_directory(path: str | os.PathLike[str]) -> bool:
-    """Whether a path holds safetensors, and no checkpoint."""
+    """Return whether a path holds safetensors, and no checkpoint."""
     path = Path(path)
     return not (path / ".metadata").is_file() and any(path.glob("*.safetensors"))
 
@@ -33,7 +33,7 @@ class StoredDirectory(Stored):
     Args:
         path: the directory.
         wanted: what it is compared with, by name; a weight of all experts is put together from the experts' linears
-            where it is named here.
+            if it is named here.
         architecture: as of HuggingFaceReader.
 
     Raises:
@@ -54,41 +54,42 @@ class StoredDirectory(Stored):
         self.paths: Mapping[str, tuple[Any, ...]] = {}
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the model's tensors, as `Architecture.reads` takes them: each as it is where it is dense."""
+        """Map the model's tensors to shapes, as `Architecture.reads` takes them: each as if it were dense."""
         found = {}
         for name, entry in self.entries.items():
             if name in self._made.scales or is_marker(name):
                 continue
+            # Rows of linears [E, N, K] when quantized; transformers' own dense weight is the transpose.
             whole = entry.recipe is not None and len(entry.shape) == 3
             found[name] = (entry.shape[0], entry.shape[2], entry.shape[1]) if whole else entry.shape
         return found
 
     def chunks(self, name: str) -> int:
-        """The number of tensors in the files that make up the payload."""
+        """Return the number of tensors in the files that make up the payload."""
         return len(self._made.placed[self.entries[name].part_keys()[0]].chunks)
 
     def file(self, name: str) -> str:
-        """The file that the payload is in, or begins in."""
+        """Return the file that the payload is in, or begins in."""
         return self._made.placed[self.entries[name].part_keys()[0]].chunks[0].held.tensor.file
 
     def held(self, name: str) -> list[FileTensor]:
-        """The tensors of the files that make up a tensor."""
+        """Return the tensors of the files that make up a tensor."""
         keys = self.entries[name].part_keys()
         return [chunk.held.tensor for key in keys for chunk in self._made.placed[key].chunks]
 
     def as_held(self, tensor: FileTensor) -> Tensor:
-        """A tensor of a file as it is."""
+        """Read a tensor of a file as it is."""
         with cpu_by_default():
             held: Tensor = self._files.piece(tensor)[...]
         return held
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """From the files."""
+        """Read from the files."""
         with cpu_by_default():
             return self._reader.read_from(self._files, name)
 
     def pieces(self, name: str, part: str) -> Iterator[TensorPiece]:
-        """From the files, chunk by chunk."""
+        """Yield the chunks from the files."""
         placed = self._made.placed[self.entries[name].key(part)]
         for chunk in placed.chunks:
             with cpu_by_default():
@@ -96,13 +97,14 @@ class StoredDirectory(Stored):
             yield piece
 
     def file_bytes(self) -> dict[str, int]:
-        """Bytes of each file's tensors, in the dtypes of the parts they hold."""
+        """Return the bytes of each file's tensors, in the dtypes of the parts that they hold."""
         sizes: dict[str, int] = {}
         for placed in self._made.placed.values():
             for chunk in placed.chunks:
                 held = chunk.held
                 if held.tensor.is_said:
                     continue
+                # One row of the file may stand for many of the chunk; then the file's own shape counts.
                 extents = chunk.sizes if held.rows == 1 else held.tensor.shape
                 count = math.prod(extents) * placed.dtype.itemsize
                 sizes[held.tensor.file] = sizes.get(held.tensor.file, 0) + count

@@ -4,7 +4,7 @@ Files that `export_hf` wrote say the digest of each of their tensors, and the te
 others have nothing of the kind, so bytes that changed into other valid ones are not found in them; the report says so
 in a warning.
 
-Where config.json names a model of transformers, and that is installed, the tensors are also compared with what it would
+If config.json names a model of transformers, and that is installed, the tensors are also compared with what it would
 read: a tensor that is there twice under two names, one that is missing, one of another shape.
 """
 
@@ -48,13 +48,14 @@ def verify_directory(
         recorded = RecordedDigests(directory)
     except (ValueError, OSError) as error:
         return VerifyReport(str(path), (Finding("error", "", "", str(error)),))
-    findings = [*_lacking(recorded), *_unnamed(directory), *_misread(directory, stored)]
+    findings = [*_find_lacking(recorded), *_find_unnamed(directory), *_find_misread(directory, stored)]
     left = dict(directory.tensors)
     chunks = nbytes = agreed = 0
 
     def compare(tensors: Iterable[FileTensor]) -> None:
         nonlocal agreed
         for tensor in tensors:
+            # A tensor may be held by several entries; it is compared once.
             if left.pop(tensor.name, None) is None or not recorded.has(tensor):
                 continue
             problem = _digest_problem(recorded, tensor, stored)
@@ -64,10 +65,11 @@ def verify_directory(
 
     for name, entry in stored.entries.items():
         compare(stored.held(name))
-        problems = _problems(entry, partial(stored.parts, name))
+        problems = _find_problems(entry, partial(stored.parts, name))
         findings += [Finding("error", stored.file(name), key, message) for key, message in problems]
         chunks, nbytes = chunks + stored.chunks(name), nbytes + entry.nbytes
         advance(entry.nbytes)
+    # Tensors that are no part of an entry, such as shapes beside codes, have digests, too.
     compare([*left.values()])
     if not directory.tensors:
         findings.append(Finding("error", "", "", "its files hold no tensors: there was nothing to verify"))
@@ -75,8 +77,8 @@ def verify_directory(
     return report if level == "bytes" else and_deep(report, lambda: stored, level)
 
 
-def _lacking(recorded: RecordedDigests) -> Iterator[Finding]:
-    """Files without digests, and digests without a tensor."""
+def _find_lacking(recorded: RecordedDigests) -> Iterator[Finding]:
+    """Yield files without digests, and digests without a tensor."""
     if recorded.lacking:
         files = few_of(recorded.lacking, SHOWN)
         message = f"{files}: no {DIGESTS} in the metadata: bytes that changed into other valid ones cannot be found"
@@ -85,18 +87,19 @@ def _lacking(recorded: RecordedDigests) -> Iterator[Finding]:
         yield Finding("error", file, name, f"the file's {DIGESTS} has a digest of it, and the file has no such tensor")
 
 
-def _unnamed(directory: Directory) -> Iterator[Finding]:
-    """Files whose tensors nobody reads, since the index does not name them."""
+def _find_unnamed(directory: Directory) -> Iterator[Finding]:
+    """Yield files whose tensors nobody reads, since the index does not name them."""
     named = {tensor.file for tensor in directory.tensors.values()}
     for file in sorted(path.name for path in directory.path.glob("*.safetensors")):
         if file not in named:
             yield Finding("warning", file, "", f"{INDEX} does not name it, so its tensors are not read")
 
 
-def _misread(directory: Directory, stored: StoredDirectory) -> Iterator[Finding]:
-    """What transformers would not find, find twice, or not know, if config.json names a model of its."""
+def _find_misread(directory: Directory, stored: StoredDirectory) -> Iterator[Finding]:
+    """Yield what transformers would not find, find twice, or not know, if config.json names one of its models."""
     said = directory.config.get("quantization_config")
     method = said.get("quant_method") if isinstance(said, Mapping) else None
+    # Without a class it would be a guess, and a report must not accuse files by a guess.
     known = isinstance(directory.config.get("architectures"), list)
     architecture = architecture_said(directory.config, quantized_as=method) if known else None
     if architecture is None:
@@ -119,15 +122,15 @@ def _misread(directory: Directory, stored: StoredDirectory) -> Iterator[Finding]
 
 
 def _digest_problem(recorded: RecordedDigests, tensor: FileTensor, stored: StoredDirectory) -> str | None:
-    """What is wrong with one tensor of a file."""
+    """Say what is wrong with one tensor of a file; None if nothing is."""
     try:
         return recorded.problem(tensor, stored.as_held(tensor))
     except Exception as error:  # noqa: BLE001 - damaged files raise errors of all kinds
         return f"it can not be read: {type(error).__name__}: {error}"
 
 
-def _problems(entry: Entry, read: Callable[[], dict[str, Tensor]]) -> list[tuple[str, str]]:
-    """What is wrong with one tensor, by key."""
+def _find_problems(entry: Entry, read: Callable[[], dict[str, Tensor]]) -> list[tuple[str, str]]:
+    """Return what is wrong with one tensor, as pairs of a key and a message."""
     try:
         parts = read()
     except Exception as error:  # noqa: BLE001 - damaged files raise errors of all kinds

@@ -33,8 +33,8 @@ class LiveSource(Source):
     Args:
         state_dict: nested or flat.
         prefix: take only names that begin with it, and cut it off; None: find the subtree that holds the weights.
-        like: names of the model's weights; they identify the subtree where nothing is quantized.
-        adapters: what becomes of adapters that names show ("raise", "base"); None: nothing, they are looked at already.
+        like: names of the model's weights; they identify the subtree if nothing is quantized.
+        adapters: what becomes of adapters that names show ("raise", "base"); None: they have been looked at already.
 
     Attributes:
         prefix: that was cut off.
@@ -61,17 +61,18 @@ class LiveSource(Source):
         self._parts: dict[str, dict[str, Tensor]] = {}
         for name, value in self._values.items():
             local = local_of(value)
+            # Its shard is dense at rest. Parts are made from it when they are asked for, a group at a time.
             if isinstance(local, HighPrecisionWeight):
                 self.entries[name] = replace(self.entries[name], recipe=local.recipe.stored)
             else:
                 self._parts[name] = expand_leaf(name, value) or {"": value}
 
     def check_spanned(self, group: Ranks) -> None:
-        """Shards on other ranks are gathered from there."""
+        """Raise ValueError if ranks outside of the group hold shards, which are gathered from there."""
         check_spanned(self._values.values(), group)
 
     def way(self, name: str) -> str:
-        """Whether it is sharded, and gathered together with others."""
+        """Say whether it is sharded, and gathered together with others."""
         value = self._values[name]
         return ("" if not _is_sharded(value) else "one by one") if cut_of(value) is None else "together"
 
@@ -80,51 +81,53 @@ class LiveSource(Source):
         return _LiveGroup({name: self._shard(name) for name in dict.fromkeys(names)}, keep)
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """Gathers what is sharded, part by part."""
+        """Gather what is sharded, part by part."""
         return {part: _whole_part(tensor).to("cpu").contiguous() for part, tensor in self._shard(name).items()}
 
     def scalar(self, name: str, part: str) -> float:
-        """This rank's value; ranks whose shards do not agree have different ones."""
+        """Return this rank's value; ranks whose shards do not agree have different ones."""
         local = local_of(self._values[name])
         if part and isinstance(local, HighPrecisionWeight):
             return float(local.shared_scale())
         return float(local_of(self._shard(name)[part]))
 
     def local(self, name: str) -> Tensor:
-        """This rank's shard."""
+        """Return this rank's shard."""
         return local_of(self._shard(name)[""])
 
     def replicas(self, name: str) -> list[Tensor]:
-        """Whatever is not sharded."""
+        """Return the parts of what is not sharded."""
         if self.way(name):
             return []
         return [local_of(part).detach().contiguous() for part in self._shard(name).values()]
 
     def shared(self, name: str) -> tuple[str, Tensor] | None:
-        """The scales of rows that are cut along K: of each row a file has one, and each rank that has a piece of it."""
+        """Return the scales of rows that are cut along K: each rank with a piece of a row has one, all alike."""
         value, recipe = self._values[name], self.entries[name].recipe
         last = value.ndim - 1
         if recipe is None or tensor_wide(recipe) is not None or not shares_scale_along(recipe, last, value.ndim):
             return None
         place = value.device_mesh.get_coordinate() if isinstance(value, DTensor) else None
+        # Rows that are cut along N alone have their scales on one rank each.
         if place is None or all(dim != last for dim, _ in cuts_of([value])[0]):
             return None
         assert isinstance(value, DTensor)
         local = local_of(value)
         scale = local.shared_scale() if isinstance(local, HighPrecisionWeight) else self._parts[name]["scale"]
         rows = [
+            # Ranks that differ only in the mesh dims which cut K have pieces of the same rows.
             None if getattr(placement, "dim", 0) % value.ndim == last else own
             for placement, own in zip(value.placements, place, strict=True)
         ]
         return f"{value.device_mesh.mesh.tolist()} {rows}", local_of(scale)
 
     def _shard(self, name: str) -> dict[str, Tensor]:
-        """The parts of this rank's shard: aliases, and of a dense shard what the gather of a forward makes of it."""
+        """Return the parts of this rank's shard: aliases, or what a forward's gather makes of a dense shard."""
         return self._parts.get(name) or expand_leaf(name, gathered_leaf(self._values[name]))
 
 
 class _LiveGroup(TensorGroup):
-    """Shards that are gathered, together where they are cut alike, and tensors that every rank has."""
+    """Shards that are gathered, together if they are cut alike, and tensors that every rank has."""
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], keep: Keep) -> None:
         self._tensors, self._keep = tensors, keep
@@ -132,6 +135,7 @@ class _LiveGroup(TensorGroup):
         for name, parts in tensors.items():
             for part, tensor in parts.items():
                 cut = cut_of(tensor)
+                # A cut over a single rank needs no collective.
                 if cut is not None and len(cut.ranks) > 1:
                     alike.setdefault(cut.ranks, {})[name, part] = tensor
         self._of: dict[Any, Gathering] = {}
@@ -139,25 +143,27 @@ class _LiveGroup(TensorGroup):
             self._of |= dict.fromkeys(those, Gathering(those, keep.rank))
 
     def parts(self, name: str) -> dict[str, Tensor] | None:
-        """Those that are cut in several ways are gathered here, one by one."""
+        """Return a tensor's whole parts; those that are cut in several ways are gathered here, one by one."""
         found = {}
         for part, tensor in self._tensors[name].items():
             gathering = self._of.get((name, part))
             if gathering is not None:
                 gathering.wait()
                 if self._keep.is_here:
-                    found[part] = self._placed(gathering.whole((name, part)))
+                    found[part] = self._place(gathering.whole((name, part)))
+            # `full_tensor` is a collective, so ranks that drop the result call it, too.
             elif self._keep.is_here or _is_sharded(tensor):
-                found[part] = self._placed(_whole_part(tensor), own=self._keep.own)
+                found[part] = self._place(_whole_part(tensor), own=self._keep.own)
         return found if self._keep.is_here else None
 
     def close(self) -> None:
-        """Also after an error: the other ranks are in the same collectives."""
+        """Wait for all gathers, also after an error: the other ranks are in the same collectives."""
         for gathering in dict.fromkeys(self._of.values()):
             gathering.free()
         self._of, self._tensors = {}, {}
 
-    def _placed(self, tensor: Tensor, *, own: bool = False) -> Tensor:
+    def _place(self, tensor: Tensor, *, own: bool = False) -> Tensor:
+        # Both return the tensor itself if there is nothing to do, and the source may be written meanwhile.
         placed = tensor.to(self._keep.device or tensor.device).contiguous()
         return (
             placed.clone()
@@ -173,7 +179,7 @@ def flat_state(
     *,
     as_gathered: bool = False,
 ) -> tuple[dict[str, Any], str]:
-    """All leaves of a state dict, and the prefix of those that are the weights.
+    """Return all leaves of a state dict, and the prefix of those that are the weights.
 
     Args:
         state_dict: as of LiveSource.
@@ -187,12 +193,13 @@ def flat_state(
     flat, paths = flatten_state_dict(dict(state_dict))
     quantized = {name for name, value in flat.items() if quantized_local(value) is not None}
     if as_gathered:
+        # Weights that are dense at rest are exported as quantized ones, so they tell where the weights are, too.
         quantized |= {name for name, value in flat.items() if plain_leaf(value) is not value}
     return flat, weights_prefix(paths, quantized, like) if prefix is None else prefix
 
 
 def live_tensors(named: Mapping[str, Any], *, what: str, as_gathered: bool = False) -> dict[str, Tensor]:
-    """The tensors of a state dict, aliased.
+    """Return the tensors of a state dict, aliased.
 
     Args:
         named: its leaves, by the names that the plain model gives them.
@@ -223,10 +230,11 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 
 def _whole_part(tensor: Tensor) -> Tensor:
-    """All of a part, where it lives; a collective for shards. Float8 travels as bytes, which every backend knows."""
+    """Return all of a part on the device where it is; a collective for shards."""
     if isinstance(tensor, DTensor):
         local = local_of(tensor)
         dtype = local.dtype
+        # As bytes, which every backend can send; not all of them know float8.
         if dtype.itemsize == 1:
             raw = resolve(local).view(torch.uint8)
             tensor = dtensor_around(raw, tensor.device_mesh, tensor.placements, tensor.shape)

@@ -72,20 +72,20 @@ class StoredSource(Source):
         self.recorded = {short: stored.digests[name] for short, name in self._names.items() if name in stored.digests}
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """From disk."""
+        """Read from disk."""
         return self._stored.parts(self._names[name])
 
     def part(self, name: str, part: str) -> Tensor:
-        """From disk."""
+        """Read from disk."""
         return self._stored.part(self._names[name], part)
 
     def pieces(self, name: str, part: str) -> Iterator[TensorPiece]:
-        """From disk."""
+        """Read from disk."""
         return self._stored.pieces(self._names[name], part)
 
 
 class JoinedSources(Source):
-    """Several sources as one; a name is taken from the first that has it, and so is a linear.
+    """Several sources as one; a name is taken from the first source that has it, and so is a linear.
 
     A linear of an expert has two names: in a weight [E, N, K] of all experts, and alone.
 
@@ -102,6 +102,8 @@ class JoinedSources(Source):
                 for name, entry in source.entries.items()
             }
             for name in source.entries:
+                # Else a weight of all experts from one source would stand beside linears of the same experts from the
+                # other.
                 if not linears[name] or not linears[name] <= taken:
                     self._of.setdefault(name, source)
             taken |= set().union(*linears.values())
@@ -109,45 +111,45 @@ class JoinedSources(Source):
         _check_rotations(sources, self._of)
 
     def own_name(self, name: str) -> str:
-        """In its source."""
+        """Ask its source."""
         return self._of[name].own_name(name)
 
     def check_spanned(self, group: Ranks) -> None:
-        """Of all sources."""
+        """Ask all sources."""
         for source in dict.fromkeys(self._of.values()):
             source.check_spanned(group)
 
     def way(self, name: str) -> str:
-        """As its source says."""
+        """Ask its source."""
         return self._of[name].way(name)
 
     def begin(self, names: Sequence[str], keep: Keep) -> TensorGroup:
-        """Of each source in turn."""
+        """Begin with each source in turn."""
         return _JoinedGroup(self._of, names, keep)
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """From its source."""
+        """Read from its source."""
         return self._of[name].parts(name)
 
     def local(self, name: str) -> Tensor:
-        """From its source."""
+        """Read from its source."""
         return self._of[name].local(name)
 
     def scalar(self, name: str, part: str) -> float:
-        """From its source."""
+        """Read from its source."""
         return self._of[name].scalar(name, part)
 
     def replicas(self, name: str) -> list[Tensor]:
-        """Of its source."""
+        """Ask its source."""
         return self._of[name].replicas(name)
 
     def shared(self, name: str) -> tuple[str, Tensor] | None:
-        """Of its source."""
+        """Ask its source."""
         return self._of[name].shared(name)
 
 
 def _check_rotations(sources: Sequence[Source], of: Mapping[str, Source]) -> None:
-    """Whoever has the weight knows whether it is rotated; raise ValueError where another one says that it should be."""
+    """Raise ValueError if a source says of another one's weight that it is rotated: its owner alone knows that."""
     said = [(source, blocks_in(source.entries)) for source in sources]
     for source, blocks in said:
         for name, block in blocks.items():
@@ -185,13 +187,13 @@ def source_of(
     check: bool = True,
     adapters: str = "raise",
 ) -> Source:
-    """The source of what `export_hf` was given.
+    """Return the source of what `export_hf` was given.
 
     Args:
         value: a module, a state dict, a calibration's result, the path of a checkpoint or of a dense directory.
         prefix: as of LiveSource.
         like: as of LiveSource.
-        check: compare what is read of a checkpoint with its checksums, where it has some.
+        check: compare what is read of a checkpoint with its checksums, if it has some.
         adapters: "raise", or "base" to take the model below them.
 
     Raises:
@@ -203,9 +205,11 @@ def source_of(
         if not is_directory(value):
             return StoredSource(StoredCheckpoint(value, check=check), prefix, like, adapters=adapters)
         directory = read_directory(value)
+        # A dense directory may hold counters, so integers alone prove nothing; other dtypes are codes.
         codes = [name for name, tensor in directory.tensors.items() if tensor.dtype not in VALUES | COUNTS]
         if is_quantized(directory) or codes:
             raise ValueError(f"{directory.path} holds quantized weights; rest= takes a directory of dense ones")
+        # A directory is flat: there is no subtree to look for.
         return StoredSource(StoredDirectory(value), prefix="")
     if isinstance(value, nn.Module):
         return LiveSource(state_of_module(value, adapters), prefix, like)
