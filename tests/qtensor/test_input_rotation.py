@@ -60,7 +60,7 @@ def rotated(dtype: torch.dtype = torch.float64) -> Mlp:
 @pytest.mark.parametrize("shape", [(48,), (3, 48), (2, 3, 48), (0, 48)])
 def test_the_input_is_multiplied_and_rounded_once(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = inputs(dtype, *shape)
-    exact, found = x.double() @ matrix(48, BLOCK), InputRotation(BLOCK).rotated(x)
+    exact, found = x.double() @ matrix(48, BLOCK), InputRotation(BLOCK).rotate(x)
     assert (found.dtype, found.shape) == (dtype, x.shape)
     # Rounding to the dtype; before it 4 sums and a product in fp32 (fp64), of values of up to 4 in a block.
     inner = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -206,4 +206,4 @@ def test_it_compiles_into_one_graph() -> None:
 def test_blocks_that_are_cut_are_refused() -> None:
     message = "a linear whose inputs are rotated in blocks of 16 got 24 channels, which are no whole blocks; shard it "
     with pytest.raises(ValueError, match=f"^{message}"):
-        InputRotation(BLOCK).rotated(inputs(torch.float32, 2, 24))
+        InputRotation(BLOCK).rotate(inputs(torch.float32, 2, 24))

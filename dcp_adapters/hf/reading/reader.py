@@ -113,11 +113,15 @@ class HuggingFaceReader(StorageReader):
         super().__init__()
         self.architecture, self.may_lack = architecture, may_lack
         self.path, self.wanted, self.show, self.only_wanted = Path(path), dict(wanted or {}), show, only_wanted
-        self.root = self.path.parent if only_wanted and self.path.is_file() else self.path
         self.passed_over = passed_over or PassedOver()
         self.ignored, self.unexpected = list[str](), list[str]()
         self.made: Presented | None = None
         self.metadata: Metadata | None = None
+
+    @property
+    def root(self) -> Path:
+        """The directory of the files; `path` may be one of them."""
+        return self.path.parent if self.only_wanted and self.path.is_file() else self.path
 
     @property
     def checkpoint_id(self) -> str:

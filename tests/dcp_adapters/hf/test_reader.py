@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -72,6 +73,19 @@ def refusal(path: Path) -> str:
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_load_that_names_another_directory_reads_its_files(tmp_path: Path) -> None:
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        (tmp_path / name).mkdir()
+        save_file({"a": torch.full((4,), value)}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
+    reader, state = HuggingFaceReader(tmp_path / "one"), {"a": torch.zeros(4)}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert state["a"].tolist() == [1.0] * 4
+    dcp.load(state, checkpoint_id=tmp_path / "two", storage_reader=reader, no_dist=True)
+    assert state["a"].tolist() == [2.0] * 4
 
 
 @pytest.mark.parametrize(("layout", "scheme"), SCHEMES, ids=lambda value: str(value).replace(" ", "_"))
