@@ -51,14 +51,10 @@ from qtensor.formats.nvfp4 import NVFP4BlockScaling, NVFP4Tensor
 from qtensor.merging.low_rank import LowRankUpdate
 from qtensor.merging.merge import merge_
 from qtensor.merging.merge_report import MergedWeight, MergeReport
+from qtensor.model.built_model import quantize_
 from qtensor.model.loading import quantize_dense_entries
-from qtensor.model.model_init import (
-    clear_high_precision_init_val,
-    high_precision_init_val,
-    quantize_,
-    quantized_model_init,
-)
-from qtensor.ops import data_attribute, optimizer_ops, redistribute, table, views  # noqa: F401 - importing these fills the op table
+from qtensor.model.model_init import clear_high_precision_init_val, high_precision_init_val, quantized_model_init
+from qtensor.ops import data_attribute, in_place, optimizer_ops, redistribute, table, views  # noqa: F401 - importing these fills the op table
 from qtensor.ops.stochastic import stochastic_rounding
 from qtensor.optim.master_weights import MasterWeightOptimizer
 from qtensor.products import linear, matmul  # noqa: F401 - likewise

@@ -70,7 +70,7 @@ class Difference:
     error: Error | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; None where something does not apply."""
+        """Return plain data; None if something does not apply."""
         nothing = dict.fromkeys(("max_abs", "relative", "snr_db", "not_finite"))
         return {
             "name": self.name,
@@ -92,7 +92,7 @@ class Diff:
     differences: list[Difference]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; keys are only ever added under the same FORMAT."""
+        """Return plain data; keys are only ever added under the same FORMAT."""
         return {
             "format": FORMAT,
             "a": self.a,
@@ -102,7 +102,7 @@ class Diff:
         }
 
     def render(self) -> str:
-        """For people."""
+        """Return a text for people."""
         if not self.differences:
             return f"no differences ({self.compared} entries compared)"
         columns = ("name", "difference", "A", "B", "bytes", "max |B-A|", "|B-A|/|A|", "SNR dB")
@@ -120,19 +120,19 @@ def diff(a: Stored, b: Stored, *, advance: Advance = ignore_progress) -> Diff:
     names = in_natural_order({*a.entries, *b.entries})
     for name in names:
         left, right = a.entries.get(name), b.entries.get(name)
-        found.append(_tensors(a, b, left, right))
+        found.append(_compare_tensors(a, b, left, right))
         advance(left.nbytes if left else 0)
     blobs = in_natural_order({*a.blobs, *b.blobs})
-    found += [_blobs(a, b, name) for name in blobs]
+    found += [_compare_blobs(a, b, name) for name in blobs]
     compared = len(names) + len(set(blobs) - set(names))
     if not compared:
         raise ValueError(f"{a.path} and {b.path}: neither holds tensors or other entries, so nothing can be compared")
     return Diff(str(a.path), str(b.path), compared, [difference for difference in found if difference])
 
 
-def _tensors(a: Stored, b: Stored, left: Entry | None, right: Entry | None) -> Difference | None:
+def _compare_tensors(a: Stored, b: Stored, left: Entry | None, right: Entry | None) -> Difference | None:
     if left is None or right is None:
-        return _only(left, right)
+        return _say_only(left, right)
     words = Difference(left.name, "bytes", _words(left), _words(right))
     if left.shape != right.shape:
         return replace(words, kind="shape")
@@ -141,19 +141,19 @@ def _tensors(a: Stored, b: Stored, left: Entry | None, right: Entry | None) -> D
         return replace(words, kind="recipe", error=error_between(x, y))
     if left.dtype != right.dtype:
         return replace(words, kind="dtype", error=error_between(x, y))
-    differing = _differing_bytes(x, y)
+    differing = _count_differing_bytes(x, y)
     return replace(words, differing_bytes=differing, error=error_between(x, y)) if differing else None
 
 
-def _only(left: Entry | None, right: Entry | None) -> Difference:
+def _say_only(left: Entry | None, right: Entry | None) -> Difference:
     if left is not None:
         return Difference(left.name, "only_in_a", a=_words(left))
     assert right is not None
     return Difference(right.name, "only_in_b", b=_words(right))
 
 
-def _blobs(a: Stored, b: Stored, name: str) -> Difference | None:
-    """An entry that at least one side holds as bytes (where the other has a tensor, both are reported as missing)."""
+def _compare_blobs(a: Stored, b: Stored, name: str) -> Difference | None:
+    """Compare an entry of bytes; if the other side has a tensor of this name, both are reported as missing."""
     if name not in b.blobs:
         return Difference(name, "only_in_a", a="bytes")
     if name not in a.blobs:
@@ -162,12 +162,13 @@ def _blobs(a: Stored, b: Stored, name: str) -> Difference | None:
     if x == y:
         return None
     common = min(len(x), len(y))
+    # a copy: torch warns of tensors over memory that may not be written
     left, right = (torch.frombuffer(bytearray(data[:common]), dtype=torch.uint8) for data in (x, y))
     differing = int((left != right).sum()) + abs(len(x) - len(y))
     return Difference(name, "blob", f"{len(x)} bytes", f"{len(y)} bytes", differing)
 
 
-def _differing_bytes(x: Tensor, y: Tensor) -> int:
+def _count_differing_bytes(x: Tensor, y: Tensor) -> int:
     count = 0
     for p, q in zip(parts_of(x).values(), parts_of(y).values(), strict=True):
         for left, right in zip(_slices(p), _slices(q), strict=True):
@@ -176,7 +177,7 @@ def _differing_bytes(x: Tensor, y: Tensor) -> int:
 
 
 def _slices(x: Tensor) -> Iterator[Tensor]:
-    """1-D pieces of at most SLICE elements."""
+    """Yield 1-D pieces of at most SLICE elements."""
     flat = x.contiguous().reshape(-1)
     return (flat[start : start + SLICE] for start in range(0, flat.numel(), SLICE))
 

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 class Side:
     """A checkpoint or a directory, and the digest of each of its tensors.
 
-    recorded: what a checkpoint says of its own tensors; empty where it says nothing.
+    recorded: what a checkpoint says of its own tensors; empty if it says nothing.
     """
 
     path: str
@@ -66,7 +66,7 @@ class Side:
 
     @property
     def digest(self) -> str:
-        """Of all tensors."""
+        """The digest of all tensors."""
         return whole_digest(self.tensors)
 
     @property
@@ -75,12 +75,12 @@ class Side:
         return next((name for name, digest in self.recorded.items() if self.tensors[name] != digest), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         as_recorded = {"as_recorded": self.changed is None} if self.recorded else {}
         return {"path": self.path, "digest": self.digest, **as_recorded, "tensors": self.tensors}
 
     def render(self) -> list[str]:
-        """For people: as sha256sum prints it, and what was recorded."""
+        """Return lines for people: as sha256sum prints it, and what was recorded."""
         lines = [f"{self.digest}  {self.path}"]
         if self.changed is not None:
             lines.append(f"{self.path}: {self.changed} is not what was recorded when it was saved")
@@ -99,7 +99,7 @@ class Found:
 
     @property
     def difference(self) -> DigestDifference | None:
-        """The first tensor that differs, in the order of A; None where nothing does, or there is no B."""
+        """The first tensor that differs, in the order of A; None if nothing does, or there is no B."""
         if len(self.sides) < 2:
             return None
         a, b = (side.tensors for side in self.sides)
@@ -111,13 +111,13 @@ class Found:
         return self.difference is None and all(side.changed is None for side in self.sides)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; keys are only ever added under the same FORMAT."""
+        """Return plain data; keys are only ever added under the same FORMAT."""
         first = self.difference
         told = None if first is None else {"name": first.name, "kind": first.kind}
         return {"format": FORMAT, "sides": [side.to_json() for side in self.sides], "first_difference": told}
 
     def render(self) -> str:
-        """For people."""
+        """Return a text for people."""
         lines = [line for side in self.sides for line in side.render()]
         if self.difference is not None:
             lines.append(f"first difference: {self.difference.name}: {KINDS[self.difference.kind]}")
@@ -125,11 +125,13 @@ class Found:
 
 
 def opened(paths: list[str], prefix: str | None) -> list[StoredSource]:
-    """One path or two, to be digested; a directory is opened as what it is compared with, see StoredDirectory."""
-    prefixes = [None if is_directory(path) else prefix for path in paths]  # a directory has the weights alone
+    """Open one path or two; a directory is opened as what it is compared with, see StoredDirectory."""
+    # a directory has the weights alone, under no prefix
+    prefixes = [None if is_directory(path) else prefix for path in paths]
     sources = [stored_source(path, own) for path, own in zip(paths, prefixes, strict=True)]
     if len(paths) < 2:
         return sources
+    # a directory is opened with the entries of the other side, so a checkpoint comes first
     turn = is_directory(paths[0]) and not is_directory(paths[1])
     first, second = (1, 0) if turn else (0, 1)
     sources[second] = stored_source(paths[second], prefixes[second], sources[first].entries)
@@ -137,9 +139,9 @@ def opened(paths: list[str], prefix: str | None) -> list[StoredSource]:
 
 
 def digest_of_each(paths: list[str], sources: list[StoredSource], *, advance: Advance = ignore_progress) -> Found:
-    """The digests of what was opened.
+    """Return the digests of what was opened.
 
-    A directory leaves out a tensor that is tied to another one. Where the other side has both, and they hold the same
+    A directory leaves out a tensor that is tied to another one. If the other side has both, and they hold the same
     bytes, the directory's counts under both names.
     """
     tensors = [source_digests(source, advance=advance) for source in sources]

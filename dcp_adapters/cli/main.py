@@ -46,16 +46,18 @@ exit status: 0 fine; 1 something was found (an error, a difference); 2 the comma
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. `argv` is without the program's name."""
+    """Run one command; return the exit status. `argv` is without the program's name."""
     given = sys.argv[1:] if argv is None else list(argv)
     try:
         arguments = parser(given).parse_args(given)
         refuse_unencodable(arguments)
         status = int(arguments.run(arguments))
+        # an error of the last write must be caught here, not at Python's end
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader of our output has seen enough (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes once more at its end
+    # the reader of our output has seen enough (`| head`); Python flushes once more at its end, which would raise again
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (OSError, ValueError, EOFError, ImportError, pickle.PickleError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
@@ -83,7 +85,8 @@ def parser(given: Sequence[str]) -> argparse.ArgumentParser:
     )
     subparsers = whole.add_subparsers(metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
-        if name not in given:  # what other commands need is not imported
+        # what other commands need is not imported, so that each starts fast
+        if name not in given:
             subparsers.add_parser(name, help=summary)
             continue
         command = importlib.import_module(f"dcp_adapters.cli.{module}")

@@ -12,7 +12,8 @@ def show(result: Any) -> None:
     """Print a text as it is, anything else as JSON."""
     text = result if isinstance(result, str) else json.dumps(result, indent=2, allow_nan=False)
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding))  # a path may hold bytes that are no text
+    # a path may hold bytes that are no text in this encoding
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def warn(text: str) -> None:

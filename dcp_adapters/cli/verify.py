@@ -47,12 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     hugging_face = is_directory(arguments.checkpoint)
     directory = Path(arguments.checkpoint) if hugging_face else checkpoint_directory(arguments.checkpoint)
     level: Any = "own_scales" if arguments.own_scales else "deep" if arguments.deep else "bytes"
+    # the bar needs to know how much there is before the first chunk is read
     files = directory.glob("*.safetensors" if hugging_face else "*.distcp")
     with progress_bar("verifying", sum(file.stat().st_size for file in files), enabled=arguments.progress) as advance:
         report = (
             verify_directory(directory, level=level, advance=advance)
             if hugging_face
-            else verify(directory, level=level, progress=_steps(advance))
+            else verify(directory, level=level, progress=_report_steps(advance))
         )
     findings = [
         {"severity": found.severity, "file": found.file, "entry": found.entry, "message": found.message}
@@ -75,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     return FOUND if errors else FINE
 
 
-def _steps(advance: Advance) -> Callable[[int, int], None]:
-    """`advance`, told the bytes since the last time, for work that reports all of them so far."""
+def _report_steps(advance: Advance) -> Callable[[int, int], None]:
+    """Return what tells `advance` the bytes since the last call, for work that reports all of them so far."""
     before = 0
 
     def report(done: int, _total: int) -> None:

@@ -52,7 +52,7 @@ class Listed(NamedTuple):
 
 
 def unequal(listed: Sequence[Listed]) -> list[str]:
-    """Why the conversions of these ranks do not fit together, in words: each would wait for others, or write alone."""
+    """Return in words why the conversions of these ranks do not fit: each would wait for others, or write alone."""
     by_rank = {one.rank: one.by_group for one in listed}
     problems = []
     for group in sorted({group for one in listed for group in one.by_group}):
@@ -79,7 +79,7 @@ class Conversions:
         self.awaited = 0  # of `agreed`, those with something to read that is not there yet
 
     def read_items(self, metadata: Metadata) -> list[ReadItem]:
-        """What all of them need read."""
+        """Return the read items of all of them."""
         items: list[ReadItem] = []
         for one in self.all:
             own = one.read_items(metadata)
@@ -94,7 +94,7 @@ class Conversions:
         return {one.name: one.target for one in self.all}
 
     def listed(self) -> Listed:
-        """What the coordinator compares."""
+        """Return what the coordinator compares."""
         by_group: dict[tuple[int, ...], list[str]] = {}
         for one in self.all:
             for ranks in one.cutting:
@@ -102,16 +102,17 @@ class Conversions:
         return Listed(rank_of(None), by_group)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """Entry -> the shape of what is read of it."""
+        """Return entry -> the shape of what is read of it."""
         return {key: sizes for one in self.all for key, (_, (_, sizes)) in one.pieces.items()}
 
     def grouped(self, items: Iterable[ReadItem]) -> list[list[ReadItem]]:
-        """The items of each conversion among those of a plan; those that have to wait for other ranks last."""
+        """Return a plan's items by conversion; conversions that have to wait for other ranks come last."""
         groups: dict[str, list[ReadItem]] = {one.name: [] for one in self.all}
         for item in items if groups else ():
             one = self.by_entry.get(item.dest_index.fqn)
             if one is not None:
                 groups[one.name].append(item)
+        # those that wait keep their buffers until all have arrived; the others have freed theirs by then
         return [groups[one.name] for one in sorted(self.all, key=lambda one: one.waits)]
 
     def begin(self, load_id: str, writing: Mapping[str, Writing]) -> None:
@@ -122,33 +123,36 @@ class Conversions:
         self.writing = writing
         if not self.all:
             return
+        # groups overlap: every rank must open them in the same order, or two ranks wait for each other
         for group in in_order([(one.label,) for one in self.agreed], [one.groups for one in self.agreed]):
             self.groups[group] = gloo_group(group, f"qtensor.conversion.{load_id}", self.timeout)
+        # an empty piece has no read item whose arrival would write it
         for one in self.all:
             if not one.outstanding and not one.waits:
                 self._write(one)
         self._agree_if_complete()
 
     def buffer(self, entry: str) -> Tensor:
-        """Where one of the entries in `by_entry` is read into."""
+        """Return where one of the entries in `by_entry` is read into."""
         with self.lock:
             return self.by_entry[entry].buffer(entry)
 
     def arrived(self, entry: str) -> None:
-        """One read item of an entry in `by_entry` is there."""
+        """Count a read item of an entry in `by_entry` that has arrived; the last one converts."""
         one = self.by_entry[entry]
         with self.lock:
             one.outstanding -= 1
             if one.outstanding:
                 return
             self.awaited -= one.waits
+        # outside of the lock: other threads read on while this one converts
         if one.waits:
             self._agree_if_complete()
         else:
             self._write(one)
 
     def failed(self) -> None:
-        """Tell the ranks that wait for this one's claims that they will not come. Never raises."""
+        """Tell the ranks that wait for this one's claims that none will come. Never raises."""
         with self.lock:
             if self.settled or not self.groups:
                 return
@@ -156,7 +160,8 @@ class Conversions:
         self._tell_failure()
 
     def _tell_failure(self) -> None:
-        with contextlib.suppress(Exception):  # the error that led here is the one to report
+        # the error that led here is the one to report
+        with contextlib.suppress(Exception):
             for group, own in self.groups.items():
                 tell_failure(_channel(group, own), torch.device("cpu"))
         self.groups.clear()  # closes them
@@ -169,10 +174,11 @@ class Conversions:
         LOG.debug("load: %d conversions agree on shared scales, over %d groups", len(self.agreed), len(self.groups))
         try:
             own = [one.claim() for one in self.agreed]
+        # `settled` is set already, so the planner's call of `failed` would tell nobody
         except BaseException:
             self._tell_failure()
             raise
-        reduced = pool([one.partners for one in self.agreed], [1] * len(own), self._reduced(own))
+        reduced = pool([one.partners for one in self.agreed], [1] * len(own), self._reduce_claims(own))
         for one, agreed in zip(self.agreed, reduced, strict=True):
             self._write(one, agreed)
 
@@ -183,16 +189,19 @@ class Conversions:
         with self.writing[one.name](one.name):
             one.write_target(agreed)
 
-    def _reduced(self, claims: list[Tensor]) -> list[Tensor]:
-        """Maxima over the groups of each conversion. All groups take part, even after one has reported a failure."""
+    def _reduce_claims(self, claims: list[Tensor]) -> list[Tensor]:
+        """Return the maxima over each conversion's groups. All groups take part, even after one told of a failure."""
         what = f"conversion of {len(self.agreed)} tensors with shared scales, {self.agreed[0].name} first"
+        # the groups of a load are gloo's, whatever device the weights are on
         maxima, trouble = [claim.cpu() for claim in claims], None
         try:
             for group, own in self.groups.items():
                 channel = _channel(group, own)
+                # ranks of the groups that follow wait, too
                 if trouble is not None:
                     tell_failure(channel, torch.device("cpu"))
                     continue
+                # the same tensors on all ranks of a group, in the order of their names
                 members = [number for number, one in enumerate(self.agreed) if group in one.groups]
                 labels = [(self.agreed[number].label,) for number in members]
                 try:
@@ -220,5 +229,5 @@ class Conversions:
 
 
 def _channel(group: dist.ProcessGroup, own: ProcessGroupGloo) -> Channel:
-    """A channel over this load's group, with the ranks of the weights' group."""
+    """Return a channel over this load's group, with the ranks of the weights' group."""
     return Channel(dist.get_rank(group), dist.get_process_group_ranks(group), functools.partial(all_reduce_max, own))

@@ -49,10 +49,11 @@ class LoadTarget:
 
     @staticmethod
     def of(leaves: Mapping[str, Leaf], paths: Mapping[str, Any]) -> "LoadTarget":
-        """The records of the leaves of a flattened state dict."""
+        """Return the records of the leaves of a flattened state dict."""
         unfit: dict[str, str] = {}
         placed: dict[object, str | None] = {}  # mesh and placements -> what is wrong with them
-        with without_torch_function():  # attributes of a subclass go through it, thousands of times
+        # each attribute of a subclass would go through __torch_function__, thousands of times
+        with without_torch_function():
             entries = entries_of(leaves)
             for name, leaf in leaves.items():
                 problem, value = None, leaf.value
@@ -72,33 +73,35 @@ class LoadTarget:
 def differences(
     target: LoadTarget, metadata: Metadata, manifest: Manifest | None, *, partial: bool, convert: bool = False
 ) -> list[str]:
-    """All differences of what the target has; for what it has not, see `lacking`.
+    """Return all differences of what the target has; for what it has not, see `lacking`.
 
     `partial` permits tensors that the checkpoint has not, `convert` differences that a conversion bridges; `manifest`
-    is None where the storage dropped it.
+    is None if the storage dropped it.
     """
     stored = metadata.state_dict_metadata
     rotations = rotation_differences(target, metadata)
     problems = [f"{name}: {problem}" for name, problem in target.unfit.items()] + [*rotations.values()]
     for want in target.entries.values():
+        # told by the rotation, which says why: a second sentence about the marker would only confuse
         if want.name in rotations:
             continue
         held = _record_of(want.name, metadata, manifest)
         if isinstance(held, Entry):
-            problems += _between(want, held, stored, convert=convert)
+            problems += _compare(want, held, stored, convert=convert)
         elif held is not None:
-            problems.append(_no_tensor(want, convert=convert))
+            problems.append(_say_no_tensor(want, convert=convert))
         else:
-            problems += _unlisted(want, stored, partial=partial, dropped=manifest is None)
+            problems += _compare_unlisted(want, stored, partial=partial, dropped=manifest is None)
     if not partial:
         problems += [f"{name}: missing in the checkpoint" for name in target.others if name not in stored]
     return sorted(problems)
 
 
 def rotation_differences(target: LoadTarget, metadata: Metadata) -> dict[str, str]:
-    """Weights of linears whose inputs are rotated at run time on one side, and not, or in other blocks, on the other.
+    """Return the linears whose inputs one side rotates at run time, and the other not, or in different blocks.
 
-    Only where both sides have the weight, and also for a partial load: it would compute something else.
+    They are looked for only if both sides have the weight. They count in a partial load, too: the model would compute
+    something else.
 
     Returns:
         Name of the entry that says so -> the difference.
@@ -123,7 +126,7 @@ def rotation_differences(target: LoadTarget, metadata: Metadata) -> dict[str, st
 
 
 def to_convert(target: LoadTarget, metadata: Metadata, manifest: Manifest | None) -> dict[str, Entry]:
-    """Name -> how the checkpoint holds it, for the tensors to convert, in the order of the target."""
+    """Return name -> how the checkpoint holds it, for the tensors to convert, in the order of the target."""
     names = {}
     for name in target.paths:
         want = target.entries.get(name)
@@ -134,18 +137,19 @@ def to_convert(target: LoadTarget, metadata: Metadata, manifest: Manifest | None
 
 
 def recipe_differences(target: LoadTarget, manifest: Manifest) -> list[str]:
-    """Differences in recipe and shape of tensors that both sides hold quantized, for a manifest that is read late."""
+    """Return differences in recipe and shape of tensors that both sides hold quantized; the manifest came late."""
     problems = []
     for name, want in target.entries.items():
         held = manifest.tensors.get(name)
         if want.recipe is not None and held is not None:
-            problems += _recipes(want, held, TOO_LATE) + _shapes(want, held)
+            problems += _compare_recipes(want, held, TOO_LATE) + _compare_shapes(want, held)
     return sorted(problems)
 
 
 def stored_names(target: LoadTarget, metadata: Metadata, manifest: Manifest | None) -> list[str]:
-    """The tensors of the target that the checkpoint has, in one form or another."""
+    """Return the tensors of the target that the checkpoint has, in one form or another."""
     stored = metadata.state_dict_metadata
+    # if the storage dropped the manifest, only the names of its parts tell of a quantized weight
     return [
         name
         for name in target.entries
@@ -154,7 +158,7 @@ def stored_names(target: LoadTarget, metadata: Metadata, manifest: Manifest | No
 
 
 def _record_of(name: str, metadata: Metadata, manifest: Manifest | None) -> Any:
-    """How the checkpoint holds a name: a tensor's entry; DCP's record of anything else; None where it has neither."""
+    """Return how the checkpoint holds a name: a tensor's entry, DCP's record of anything else, or None."""
     listed = manifest.tensors.get(name) if manifest is not None else None
     found = metadata.state_dict_metadata.get(name)
     if listed is not None or not isinstance(found, TensorStorageMetadata):
@@ -162,23 +166,26 @@ def _record_of(name: str, metadata: Metadata, manifest: Manifest | None) -> Any:
     return Entry(name, None, tuple(found.size), found.properties.dtype)
 
 
-def _between(want: Entry, held: Entry, stored: Mapping[str, Any], *, convert: bool) -> list[str]:
-    """Differences of a tensor that both sides have."""
+def _compare(want: Entry, held: Entry, stored: Mapping[str, Any], *, convert: bool) -> list[str]:
+    """Return the differences of a tensor that both sides have."""
     if held.recipe == want.recipe:
         if want.recipe is None:
-            return _shapes(want, held) + _dtypes(want.name, held.dtype, want.dtype)
-        return _shapes(want, held) or _parts(want, stored)
+            return _compare_shapes(want, held) + _compare_dtypes(want.name, held.dtype, want.dtype)
+        return _compare_shapes(want, held) or _compare_parts(want, stored)
     if not convert:
-        problems = _recipes(want, held, BUILD_OR_CONVERT)
-        return problems + _shapes(want, held) if want.recipe is not None and held.recipe is not None else problems
+        problems = _compare_recipes(want, held, BUILD_OR_CONVERT)
+        return (
+            problems + _compare_shapes(want, held) if want.recipe is not None and held.recipe is not None else problems
+        )
+    # float8 elements without a scale are codes: there are no values to convert
     for side in (held, want):
         if side.recipe is None and side.dtype not in VALUES:
-            return [_not_values(want, held)]
-    return _shapes(want, held) or _parts(held, stored)
+            return [_say_no_values(want, held)]
+    return _compare_shapes(want, held) or _compare_parts(held, stored)
 
 
-def _recipes(want: Entry, held: Entry, way_out: str) -> list[str]:
-    """That the recipes differ, and what to do."""
+def _compare_recipes(want: Entry, held: Entry, way_out: str) -> list[str]:
+    """Compare recipes; return the difference, if there is one, and what to do."""
     if held.recipe == want.recipe:
         return []
     if held.recipe is None:
@@ -190,34 +197,34 @@ def _recipes(want: Entry, held: Entry, way_out: str) -> list[str]:
     return [f"{want.name}: the checkpoint holds {held.recipe}, the target is {want.recipe}; {way_out}"]
 
 
-def _not_values(want: Entry, held: Entry) -> str:
-    """That one side is dense and its elements are no values, so nothing can be converted."""
+def _say_no_values(want: Entry, held: Entry) -> str:
+    """Say that one side is dense and its elements are no values, so that nothing can be converted."""
     if held.recipe is None:
         return f"{want.name}: the checkpoint holds {held.dtype}, which can not be converted to {want.recipe}"
     what = f"the checkpoint holds it quantized ({held.recipe})"
     return f"{want.name}: {what}, which can not be converted to {want.dtype}"
 
 
-def _no_tensor(want: Entry, *, convert: bool) -> str:
-    """That the checkpoint has something else than a tensor under the name."""
+def _say_no_tensor(want: Entry, *, convert: bool) -> str:
+    """Say that the checkpoint has something else than a tensor under the name."""
     if want.recipe is None:
         return f"{want.name}: the checkpoint holds no tensor, the target is a tensor of shape {want.shape}"
     if convert:
         return f"{want.name}: the checkpoint holds no tensor, which can not be converted to {want.recipe}"
-    return _recipes(want, replace(want, recipe=None), BUILD_OR_CONVERT)[0]
+    return _compare_recipes(want, replace(want, recipe=None), BUILD_OR_CONVERT)[0]
 
 
-def _unlisted(want: Entry, stored: Mapping[str, Any], *, partial: bool, dropped: bool) -> list[str]:
-    """Differences of a tensor that neither manifest nor metadata name; without a manifest its parts may be there."""
+def _compare_unlisted(want: Entry, stored: Mapping[str, Any], *, partial: bool, dropped: bool) -> list[str]:
+    """Return the differences of a tensor that neither manifest nor metadata name; its parts may be there."""
     if want.recipe is not None and any(key in stored for key in want.part_keys()):
-        return _parts(want, stored)
+        return _compare_parts(want, stored)
     if want.recipe is None and dropped and MANIFEST in stored and f"{want.name}.payload" in stored:
         return [f"{want.name}: the checkpoint holds it quantized, the target is dense; {TOO_LATE}"]
     return [] if partial else [f"{want.name}: missing in the checkpoint"]
 
 
-def _parts(entry: Entry, stored: Mapping[str, Any]) -> list[str]:
-    """Parts of an entry that are not stored as they should be."""
+def _compare_parts(entry: Entry, stored: Mapping[str, Any]) -> list[str]:
+    """Return which parts of an entry are not stored as they should be."""
     parts = entry.stored()
     missing = [key for key in parts if key not in stored]
     if missing:
@@ -233,8 +240,8 @@ def _parts(entry: Entry, stored: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _dtypes(name: str, held: torch.dtype, wanted: torch.dtype) -> list[str]:
-    """DCP casts whatever it reads; codes that need a scale, and integers, do not become values by a cast."""
+def _compare_dtypes(name: str, held: torch.dtype, wanted: torch.dtype) -> list[str]:
+    """Compare dtypes; return the difference unless a cast keeps the values. DCP casts whatever it reads."""
     if held == wanted or (held in VALUES and wanted in VALUES):
         return []
     if held in INTEGERS and wanted in INTEGERS:
@@ -251,14 +258,14 @@ def _range(dtype: torch.dtype) -> tuple[int, int]:
     return int(info.min), int(info.max)
 
 
-def _shapes(want: Entry, held: Entry) -> list[str]:
+def _compare_shapes(want: Entry, held: Entry) -> list[str]:
     if held.shape == want.shape:
         return []
     return [f"{want.name}: the checkpoint holds shape {held.shape}, the target has {want.shape}"]
 
 
 def lacking(target: LoadTarget, metadata: Metadata, manifest: Manifest | None) -> dict[str, Container]:
-    """Tensors of the checkpoint that stand in a container of the target without having a counterpart there.
+    """Return tensors of the checkpoint that stand in a container of the target and have no counterpart there.
 
     Another rank's target may have them: see together.py.
 
@@ -267,34 +274,36 @@ def lacking(target: LoadTarget, metadata: Metadata, manifest: Manifest | None) -
     """
     containers = {target.paths[name][:-1] for name in target.entries}
     if not _paths_in(metadata) and containers != {()}:
-        return {}  # the storage dropped the paths: which container an entry belongs to is not known
+        # the storage dropped the paths: which container an entry belongs to is not known
+        return {}
     expected = target.entries.keys() | owners_of(target.entries.values()).keys()
     found = {
         name: container
         for key, name, container in _in_containers(containers, metadata, manifest)
         if key not in expected and name not in expected
     }
-    known = rotation_differences(target, metadata) if found else {}  # which say more
+    # the marker of a rotation is an entry, too; `differences` says more of it
+    known = rotation_differences(target, metadata) if found else {}
     return {name: container for name, container in found.items() if name not in known}
 
 
 def not_among(
     had: Collection[str], containers: Collection[Container], metadata: Metadata, manifest: Manifest | None
 ) -> list[str]:
-    """Tensors of the checkpoint in these containers that are not among those that are had, by entry or by name."""
+    """Return the tensors of the checkpoint in these containers whose entry and name are not in `had`."""
     found = _in_containers(containers, metadata, manifest)
     return sorted({name for key, name, _ in found if key not in had and name not in had})
 
 
 def owners_in(manifest: Manifest | None) -> dict[str, str]:
-    """Entry of a part -> the tensor that it is a part of."""
+    """Return entry of a part -> the tensor that it is a part of."""
     return owners_of(manifest.tensors.values()) if manifest else {}
 
 
 def _in_containers(
     containers: Collection[Container], metadata: Metadata, manifest: Manifest | None
 ) -> Iterator[tuple[str, str, Container]]:
-    """Entry, tensor and container of all tensors of the checkpoint that stand in one of these."""
+    """Yield entry, tensor and container of all tensors of the checkpoint that stand in one of these containers."""
     saved_paths = _paths_in(metadata)
     owners = owners_in(manifest)
     for key, entry in metadata.state_dict_metadata.items():
@@ -305,12 +314,12 @@ def _in_containers(
 
 
 def _paths_in(metadata: Metadata) -> Mapping[str, Any]:
-    """Entry -> its path in the nested dict that was saved; nothing where the storage dropped them."""
+    """Return entry -> its path in the nested dict that was saved; nothing if the storage dropped them."""
     return metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
 
 
 def _container(name: str, path: tuple[Any, ...], owners: Mapping[str, str]) -> Container:
-    """Where in the nested dict a tensor stood.
+    """Return where in the nested dict a tensor stood.
 
     A part stands where its weight did; the path of a part of a weight in a list is one longer: (.., 0, "payload").
     """

@@ -46,10 +46,10 @@ class Conversion:
         source: how the checkpoint holds it. target: the local quantized tensor, or the local dense one. box: this
             rank's piece. region: the widened piece to read, which decides its bytes.
         pieces: key -> dtype of the part stored under it, and the box of it to read.
-        groups: process groups over which a shared scale of the target is agreed; empty where there is none.
+        groups: process groups over which a shared scale of the target is agreed; empty if there is none.
         cutting: the global ranks of each group that cuts the target.
         label: what all ranks of these groups must have alike; of a tensor on which nothing is agreed, its name.
-        partners: what is equal for those whose scale it shares; None where there are none, and for the values of
+        partners: what is equal for those whose scale it shares; None if there are none, and for the values of
             another recipe, which stay what they are.
         inputs: part -> the piece of it that has been read so far; filled in from `buffer`.
         outstanding: read items that have not arrived.
@@ -73,13 +73,13 @@ class Conversion:
     device: torch.device = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """What follows from the others."""
+        """Set what follows from the other attributes."""
         self.name, self.device = self.source.name, self.target.device
         self.waits = bool(self.groups) or self.partners is not None
 
     @staticmethod
     def of(leaf: Leaf, source: Entry) -> "Conversion | None":
-        """Decide what to read for a leaf of the target; None where this rank is outside of its mesh.
+        """Decide what to read for a leaf of the target; None if this rank is outside of its mesh.
 
         Raises:
             ValueError: the leaf is a view that cannot be written as a whole.
@@ -102,6 +102,7 @@ class Conversion:
         rows = 1 if q is None else row_multiple(q.recipe)
         region = widened_box(box, value.shape, rows=rows, columns=math.lcm(*blocks))
         # an amax history is not gathered, and says nothing about values
+        # a rank whose piece is empty reads nothing, but takes part in what the others agree on
         specs = source.stored_specs() if all(region[1]) else {}
         pieces = {key: (spec.dtype, spec.box(*region)) for key, spec in specs.items() if spec.gathered}
         partners = None if q is None or q._partners is None or source.recipe is not None else q._partners.within(name)
@@ -109,7 +110,7 @@ class Conversion:
         cutting: list[tuple[int, ...]] = []
         label = name
         if isinstance(value, DTensor):
-            # a cut square block is read whole, and needs no agreement
+            # a square block that is cut is read whole, and needs no agreement
             groups = [] if q is None else groups_of(value, lambda dim: shares_scale_along(q.recipe, dim, q.ndim))
             cutting = [tuple(dist.get_process_group_ranks(group)) for _, group in cuts_of([value])[0]]
         if cutting or partners is not None:
@@ -117,7 +118,7 @@ class Conversion:
         return Conversion(source, target, box, region, pieces, groups, cutting, label, partners)
 
     def read_items(self, metadata: Metadata) -> list[ReadItem]:
-        """What to read for it, and from now on how much is outstanding."""
+        """Return what to read for it, and count from now on how much is outstanding."""
         items: list[ReadItem] = []
         for key, (_, (offsets, sizes)) in self.pieces.items():
             stored = metadata.state_dict_metadata[key]
@@ -128,7 +129,7 @@ class Conversion:
         return items
 
     def buffer(self, key: str) -> Tensor:
-        """Where a part's piece is read into: on the target's device, in the stored dtype; made at the first call."""
+        """Return where a part's piece is read into: on the target's device, in the stored dtype; made once."""
         part = key[len(self.name) + 1 :]
         if part not in self.inputs:
             dtype, (_, sizes) = self.pieces[key]
@@ -136,7 +137,7 @@ class Conversion:
         return self.inputs[part]
 
     def claim(self) -> Tensor:
-        """fp32, flat: what this rank's values say about the target's shared scales."""
+        """Return what this rank's values say about the target's shared scales: fp32, flat."""
         assert isinstance(self.target, QuantizedTensor)
         claim = exact.claim(self._decoded(), self.target.recipe, self._coded(), self.source.recipe)
         assert claim is not None
@@ -152,6 +153,7 @@ class Conversion:
             else:
                 values = narrowed(values, self.region, self.box)
                 self.target.copy_(canonical_nan(values) if self.target.dtype == torch.float32 else values)
+        # freed at once, so that a load holds the pieces of few tensors at a time
         self.inputs.clear()
 
     def _write_quantized(self, q: QuantizedTensor, values: Tensor, agreed: Tensor | None) -> None:
@@ -166,14 +168,15 @@ class Conversion:
         if self.source.recipe is None:
             own[INITIAL_VALUE] = narrowed(values, self.region, self.box)  # the value it was quantized from
         store(q, own)
+        # parts are written behind the wrapper, so torch does not count it as a write
         count_writes([q])
 
     def _coded(self) -> dict[str, Tensor] | None:
-        """The parts of the region that decode to its values; None where there are none."""
+        """Return the parts of the region that decode to its values; None if there are none."""
         return self.inputs if self.source.recipe is not None and all(self.region[1]) else None
 
     def _decoded(self) -> Tensor:
-        """fp32 values of the region."""
+        """Return the fp32 values of the region."""
         if not all(self.region[1]):
             return torch.empty(self.region[1], dtype=torch.float32, device=self.target.device)
         if self.source.recipe is None:
@@ -182,7 +185,7 @@ class Conversion:
 
 
 def widened_box(box: Box, shape: Sequence[int], *, rows: int = 1, columns: int = 1) -> Box:
-    """The box, its last two dims widened to multiples of `rows` and `columns` within the shape; empty boxes stay.
+    """Widen the last two dims of a box to multiples of `rows` and `columns` within the shape; empty boxes stay.
 
     >>> widened_box(((3, 40), (2, 8)), (7, 64), rows=4, columns=32)
     ((0, 32), (7, 32))
@@ -200,7 +203,7 @@ def widened_box(box: Box, shape: Sequence[int], *, rows: int = 1, columns: int =
 
 
 def narrowed(tensor: Tensor, outer: Box, inner: Box) -> Tensor:
-    """The inner box of a tensor that holds the outer one."""
+    """Return the inner box of a tensor that holds the outer one."""
     for dim, (start, begin, size) in enumerate(zip(outer[0], inner[0], inner[1], strict=True)):
         if tensor.shape[dim] != size:
             tensor = tensor.narrow(dim, begin - start, size)

@@ -1,4 +1,4 @@
-"""Whether what a load reads makes up what it writes, asked before anything is written.
+"""Does what a load reads make up what it writes? Asked before anything is written.
 
 Stock DCP intersects the chunks that `.metadata` lists with the target and reads what it finds: a chunk that is
 missing leaves the target's old values, of two that overlap the later one wins, and a chunk whose place in the storage
@@ -37,9 +37,9 @@ UNKNOWN = object()
 
 
 def parts_of_target(state_dict: Mapping[str, Any], metadata: Metadata) -> Parts:
-    """The shapes of what this rank reads into, for all tensors that the checkpoint has.
+    """Return the shapes of what this rank reads into, for all tensors that the checkpoint has.
 
-    By name where a tensor is one piece, else by (name, offset).
+    The key is the name if a tensor is one piece, else (name, offset).
     """
     parts: Parts = {}
     for name, value in state_dict.items():
@@ -47,6 +47,7 @@ def parts_of_target(state_dict: Mapping[str, Any], metadata: Metadata) -> Parts:
         if not isinstance(value, Tensor) or not isinstance(entry, TensorStorageMetadata):
             continue
         if isinstance(value, DTensor):
+            # a rank outside of the mesh holds nothing, and reads nothing
             if value.device_mesh.get_coordinate() is not None:
                 parts[name] = tuple(local_of(value).shape)
         elif type(value) in PLAIN:
@@ -63,7 +64,7 @@ def parts_of_target(state_dict: Mapping[str, Any], metadata: Metadata) -> Parts:
 
 
 def coverage_problems(items: Iterable[ReadItem], parts: Parts, metadata: Metadata) -> list[str]:
-    """What keeps `items` from filling `parts` with what was saved; sentences that name the tensor."""
+    """Return what keeps `items` from filling `parts` with what was saved, in sentences that name the tensor."""
     items = list(items)
     pieces: dict[str, list[ReadItem]] = {}
     for item in items:
@@ -77,11 +78,12 @@ def coverage_problems(items: Iterable[ReadItem], parts: Parts, metadata: Metadat
         if (fault := _coverage_fault(shape, found)) is not None:
             size = tuple(getattr(metadata.state_dict_metadata[name], "size", ()))
             problems.append(f"{name}: its chunks do not make up the tensor {size}: {fault}")
-    chunks = _with_places(items, metadata.storage_data)
+    chunks = _find_places(items, metadata.storage_data)
     return list(dict.fromkeys(problems + _chunk_problems(chunks, metadata) + _place_problems(chunks, metadata)))
 
 
 def _coverage_fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | None:
+    # most tensors are one piece from one chunk, which needs no tiling
     if len(items) == 1 and tuple(items[0].lengths) == tuple(shape) and not any(items[0].dest_offsets):
         return None
     if not math.prod(shape):
@@ -95,8 +97,8 @@ def _coverage_fault(shape: Sequence[int], items: Sequence[ReadItem]) -> str | No
     )
 
 
-def _with_places(items: Sequence[ReadItem], stored: Any) -> list[tuple[MetadataIndex, Any]]:
-    """The chunk that each item reads, and its place: None where it has none, UNKNOWN where places have other keys.
+def _find_places(items: Sequence[ReadItem], stored: Any) -> list[tuple[MetadataIndex, Any]]:
+    """Return the chunk that each item reads, and its place: None if it has none, UNKNOWN if places have other keys.
 
     Readers of other libraries may keep anything as storage data.
     """
@@ -105,7 +107,7 @@ def _with_places(items: Sequence[ReadItem], stored: Any) -> list[tuple[MetadataI
 
 
 def _chunk_problems(chunks: Sequence[tuple[MetadataIndex, Any]], metadata: Metadata) -> list[str]:
-    """Chunks that are read and lie outside of their tensor, or have no place."""
+    """Return the faults of chunks that are read and lie outside of their tensor, or have no place."""
     problems = list[str]()
     seen: set[tuple[int, int]] = set()  # sizes and chunks, by the objects: tensors alike share theirs
     held = stored_chunks(metadata, [index for index, place in chunks if place is not None])
@@ -131,11 +133,12 @@ def _chunk_problems(chunks: Sequence[tuple[MetadataIndex, Any]], metadata: Metad
 
 
 def _place_problems(chunks: Sequence[tuple[MetadataIndex, Any]], metadata: Metadata) -> list[str]:
-    """Chunks that are read, and share bytes of a file with others."""
+    """Return the faults of chunks that are read and share bytes of a file with others."""
     stored = metadata.storage_data
     if not has_files(stored):
         return []
     files = {place.relative_path for _, place in chunks if place is not None and place is not UNKNOWN}
+    # all chunks of these files, not only those that are read: one that is read may lie on one that is not
     held = [(index, info) for index, info in stored.items() if info.relative_path in files and index.fqn not in OWN]
     shared = [(held[one], held[other], start) for one, other, start in shared_places([info for _, info in held])]
     wanted = {index for index, _ in chunks} if shared else set()

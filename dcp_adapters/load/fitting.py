@@ -13,7 +13,7 @@
 
 Three things are not known here. What all ranks have between them, the coordinator asks (together.py, and
 all_conversions.py). What the files hold is asked when the reader opens them, before the first tensor is read
-(stored/reading/places.py). And where a storage keeps the manifest only as an entry, that is read first, and its recipes
+(stored/reading/places.py). And if a storage keeps the manifest only as an entry, that is read first, and its recipes
 are compared when it arrives (planner.py).
 """
 
@@ -85,7 +85,7 @@ def fit(  # noqa: PLR0913 - a load's options
     verify_checksums: bool,
     timeout: dt.timedelta,
 ) -> Fitted:
-    """Ask all of the above of one rank, and decide what it reads.
+    """Ask all of the module's questions of one rank, and decide what it reads.
 
     Args:
         flat: the flattened state dict.
@@ -108,7 +108,8 @@ def fit(  # noqa: PLR0913 - a load's options
         raise misfit(problems, lacks, ranks_of(None))
 
     sources = to_convert(target, metadata, manifest) if convert else {}
-    with without_torch_function():  # attributes of a subclass go through it
+    # each attribute of a subclass would go through __torch_function__
+    with without_torch_function():
         pieces = [Conversion.of(leaves[name], source) for name, source in sources.items()]
     conversions = Conversions([piece for piece in pieces if piece is not None], timeout)
     as_is = {name: leaf for name, leaf in leaves.items() if name not in sources}
@@ -130,11 +131,13 @@ def fit(  # noqa: PLR0913 - a load's options
                 f"{why}: the checkpoint has no checksums, since it was saved without QuantizedSavePlanner or with "
                 "checksums=False; nothing has been loaded"
             )
+    # a storage without planner data keeps the recipes in the entry alone, and payloads of another recipe may fit in
+    # shape and dtype
     late = _own_entry(MANIFEST, metadata, 1) if manifest is None and quantized else None
     state_dict = {**(checksums or {}), **(late or {}), **state_dict}
 
-    # Not stock's way: it tries the names of checkpoints before torch 2.4 on every entry that the target lacks, and the
-    # entries of conversions are among these.
+    # not stock's `create_local_plan`: it tries the names of checkpoints before torch 2.4 on every entry that the target
+    # lacks, and the entries of conversions are among these
     with cpu_by_default():
         items = ReadItems(metadata, strict=not partial).of(state_dict, boxes)
     items += conversions.read_items(metadata)
@@ -161,6 +164,6 @@ def fit(  # noqa: PLR0913 - a load's options
 
 
 def _own_entry(name: str, metadata: Metadata, dims: int) -> dict[str, Tensor] | None:
-    """Room for an entry of the checkpoint's own, which is read before what was asked for; None if there is none."""
+    """Return room for an entry of the checkpoint's own, read before what was asked for; None if it has none."""
     buffer = own_buffer(name, metadata, dims)
     return None if buffer is None else {name: buffer}

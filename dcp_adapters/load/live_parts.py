@@ -1,4 +1,4 @@
-"""What a load writes into where nothing is converted: the parts of live weights, which alias them."""
+"""What a load writes into if nothing is converted: the parts of live weights, which alias them."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -15,14 +15,15 @@ from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 def local_parts(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Any], dict[str, Box]]:
-    """Leaves with each quantized one replaced by its local parts, which alias it, and the boxes of these parts.
+    """Return leaves with each quantized one replaced by its local parts, which alias it, and the boxes of these.
 
     Raises:
         ValueError: two have one name; a column cut does not fall on block boundaries; the shards of a gathered weight
             hold different tensor-wide scales.
     """
     out, found, boxes, known = dict[str, Any](), list[dict[str, Any]](), dict[str, Box](), PartBoxes()
-    with without_torch_function():  # attributes of a subclass go through it, thousands of times
+    # each attribute of a subclass would go through __torch_function__, thousands of times
+    with without_torch_function():
         for name, leaf in leaves.items():
             q = leaf.quantized
             if q is None:
@@ -37,9 +38,9 @@ def local_parts(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Any], dict[str, B
 
 
 def not_writable(leaves: Mapping[str, Leaf], names: Collection[str]) -> list[str]:
-    """Why some of the named leaves cannot be written in place, a sentence each; other libraries' classes are left out.
+    """Return why some of the named leaves cannot be written in place, a sentence each.
 
-    torch says so when they are written, and others are loaded by then.
+    torch would say so when they are written, when others are loaded already. Classes of other libraries are left out.
     """
     tensors: dict[str, Tensor] = {}
     with without_torch_function():
@@ -54,7 +55,7 @@ def not_writable(leaves: Mapping[str, Leaf], names: Collection[str]) -> list[str
 
 
 def vectors_of(quantized: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
-    """Part name -> the vector of a gathered weight's tensor-wide values, which the checkpoint's one value replaces."""
+    """Return part name -> the vector of a gathered weight's tensor-wide values, which the one value read replaces."""
     vectors = {}
     for name, q in quantized.items():
         if q._sharding.shards is None and not q._lens.some_rows:

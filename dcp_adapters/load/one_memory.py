@@ -48,7 +48,7 @@ class OneMemory:
         self._lock = threading.RLock()  # readers commit from several threads
 
     def arrived(self, item: ReadItem, tensor: Tensor) -> None:
-        """A piece of one of `read` has arrived.
+        """Count a piece of one of `read` that has arrived.
 
         Raises:
             ValueError: it was the last one, and a target does not hold what was read into it.
@@ -57,14 +57,16 @@ class OneMemory:
         target = self._targets[name]
         with self._lock:
             one = self._sums[name]
+            # a sum of bytes at their places: pieces may arrive in any order, and their sums add up to the whole one's
             one[0] += int(byte_sums([TensorPiece(tensor.detach(), tuple(target.shape), tuple(item.dest_offsets))]))
             one[1] += tensor.numel()
             self._compare(name)
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """A block in which one of `written` is written; raises as `arrived` does."""
-        with self._lock:  # nobody else writes there before the sums are taken
+        """Enclose the writing of one of `written`; raises as `arrived` does."""
+        # nobody else may write there before the sums are taken
+        with self._lock:
             yield
             for key in self.written[name]:
                 target = self._targets[key]
@@ -73,7 +75,7 @@ class OneMemory:
                 self._compare(key)
 
     def _compare(self, name: str) -> None:
-        """Raise where all of a group are there, and one is no longer what it was."""
+        """Raise if all of a group are there, and one is no longer what it was."""
         group = self._groups[name]
         if any(self._sums[each][1] < self._targets[each].numel() for each in group):
             return

@@ -62,7 +62,7 @@ LOADS = itertools.count()  # names loads that each rank plans for itself; all ra
 
 
 class QuantizedLoadPlanner(DefaultLoadPlanner):
-    """Loads checkpoints into quantized and dense targets, bit for bit where the recipes agree.
+    """Loads checkpoints into quantized and dense targets, bit for bit if the recipes agree.
 
     Use it with `dcp.load` on state dicts of plain or sharded models, nested or flat; the tensors in them are written in
     place. Byte entries are unpickled by torch.load(weights_only=True).
@@ -115,8 +115,10 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         self.conversion_timeout = conversion_timeout
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
-        """Ask whether what is stored is right for the target; decide what is read."""
+        """Ask whether what is stored is right for the target, and decide what is read."""
         assert metadata is not None
+        # a reader cannot raise what it could not read (torch_private.Unreadable); raised here, DCP hands it to all
+        # ranks
         Unreadable.refuse(metadata)
         flat, paths = state_dict, dict[str, Any]({name: (name,) for name in state_dict})
         if self.flatten_state_dict:
@@ -132,6 +134,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             timeout=self.conversion_timeout,
         )
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        # in place of what stock flattened: it reads into the local parts, and so into the live shards
         self.state_dict, self.conversions = fitted.state_dict, fitted.conversions
         read = fitted.state_dict.keys() & metadata.state_dict_metadata.keys() - fitted.vectors.keys() - OWN
         self.one_memory = OneMemory({name: fitted.state_dict[name] for name in read}, self.conversions.targets)
@@ -141,11 +144,11 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             _log_fitted(fitted, time.perf_counter() - began)
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads, and what the coordinator compares."""
+        """Return what this rank reads, and what the coordinator compares."""
         return LoadPlan(self.fitted.items, planner_data=(self.conversions.listed(), self.fitted.share))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Coordinator only: stock's plans, and a name for this load that all its ranks know.
+        """On the coordinator: return stock's plans, and a name for this load that all its ranks know.
 
         Raises:
             ValueError: ranks would convert a weight to different recipes, or no rank has a tensor that one of them
@@ -162,44 +165,47 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 "recipes and placements:" + in_lines(problems)
             )
         plans = super().create_global_plan(global_plan)
+        # conversions meet in the store under this name; an older load has left its keys there
         name = uuid.uuid4().hex if len(plans) > 1 else None
         return [dataclasses.replace(plan, planner_data=name) for plan in plans]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Probes, the checkpoint's own entries, what is loaded as it is, what is converted; in this order."""
+        """Order what is read: probes, the checkpoint's own entries, what is loaded as it is, what is converted."""
         assert self.metadata is not None
         own = [item for item in new_plan.items if item.dest_index.fqn in OWN]
         converted = self.conversions.grouped(new_plan.items)
         apart = {id(item) for group in [own, *converted] for item in group}
         rest = [item for item in new_plan.items if id(item) not in apart] if apart else new_plan.items
         self.to_look_at = chunks_by_file(self.metadata, new_plan)
-        probes = probe_items(self.metadata, new_plan, _weakly(self._look))
+        probes = probe_items(self.metadata, new_plan, _call_weakly(self._look_at_file))
         self.checks = len(probes) + self.fitted.awaits_manifest  # what must pass before anything is written
         if self.verification is not None:
             self.verification.expect(sum(item.dest_index.fqn == CHECKSUMS for item in own))
+        # a reader would take a coded chunk for an archive, so its bytes are read instead
         if any_marked([info for chunks in self.to_look_at.values() for _, info in chunks]):
             rest, own, *converted = map(self.rebuilding.replace_items, [rest, own, *converted])
         ordered = group_after_group([own, *converted], self.metadata)  # one call: aliases are numbered within it
         items = [*probes, *ordered[: len(own)], *rest, *ordered[len(own) :]]
-        self._passed(0)
+        # there may be no check at all: then the load writes from here on
+        self._count_passed(0)
         writing = dict.fromkeys(self.one_memory.written, self.one_memory.writing)
         self.conversions.begin(new_plan.planner_data or f"alone.{next(LOADS)}", writing)
         return dataclasses.replace(new_plan, items=items)
 
     def read_failed(self, error: BaseException) -> None:
-        """Called by the readers of this package when they fail: ranks that would wait for this one are told."""
+        """Tell the ranks that would wait for this one; the readers of this package call it when they fail."""
         self.conversions.failed()
 
     def archives_checked(self) -> None:
-        """Called by SafeFileSystemReader when it has looked at all chunks itself: probes need not do it again."""
+        """Let probes look at no chunks; SafeFileSystemReader calls it when it has looked at all of them itself."""
         self.to_look_at = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Check a probe, or load a bytes entry; nothing in it is executed."""
-        with self._telling():
+        with self._tell_errors():
             if is_probe(read_item):
                 self._check_probe(read_item, value)
-                self._passed(1)
+                self._count_passed(1)
                 return
             if Rebuilding.is_for(read_item):
                 self._rebuild(read_item, value)
@@ -214,7 +220,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 self.original_state_dict[name] = loaded
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where to read to: a conversion's buffer, a part, or what stock finds."""
+        """Return where to read to: a conversion's buffer, a part, or what stock finds."""
         if index.fqn in self.conversions.by_entry:
             return self.conversions.buffer(index.fqn)
         if index.fqn in self.fitted.parts:
@@ -224,7 +230,7 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Verify what was read; convert; spread a tensor-wide scale over a vector."""
-        with self._telling():
+        with self._tell_errors():
             super().commit_tensor(read_item, tensor)
             name = read_item.dest_index.fqn
             if self.verification is not None:
@@ -235,8 +241,9 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                     raise ValueError(
                         "the checkpoint does not fit the target:\n" + "\n".join(f"  {problem}" for problem in problems)
                     )
-                self._passed(1)
+                self._count_passed(1)
             elif name in self.fitted.vectors:
+                # `tensor` is read into one element of the vector, which the copy would overwrite while it reads
                 self.fitted.vectors[name].copy_(tensor.clone())
             if name in self.one_memory.read:
                 self.one_memory.arrived(read_item, tensor)
@@ -244,17 +251,18 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 self.conversions.arrived(name)
 
     def _rebuild(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """A chunk of a delta, compared with its checksum; then its items get their pieces, as from a reader."""
+        """Rebuild a chunk of a delta, compare it with its checksum, and give its items their pieces."""
         assert self.verification is not None
         checksum = self.verification.saved_checksum(self.rebuilding.chunk_of(read_item))
         for item, piece in self.rebuilding.pieces(read_item, value, checksum):
+            # as stock's reader does: a parameter that requires gradients refuses to be written in place
             target = self.resolve_tensor(item).detach()
             target.copy_(piece)
             self.commit_tensor(item, target)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """An error on this rank reaches those that wait for it."""
+    def _tell_errors(self) -> Iterator[None]:
+        """Tell an error on this rank to those that wait for it."""
         try:
             yield
         except BaseException:
@@ -272,13 +280,14 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             return
         entry = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
+        # checksums are of whole chunks in the stored dtype
         if tensor.shape == stored_chunk(entry, index).sizes and tensor.dtype == entry.properties.dtype:
             self.verification.see(name, index, tensor.detach().cpu())
 
-    def _look(self, path: Path, last: Any) -> None:
-        """Check a file that a reader is about to open, and its chunks; one that is cut off is left to the probe."""
+    def _look_at_file(self, path: Path, last: Any) -> None:
+        """Check a file that a reader is about to open, and its chunks; leave one that is cut off to the probe."""
         assert self.metadata is not None
-        with self._telling():
+        with self._tell_errors():
             self.rebuilding.open(path.parents[len(PurePath(last.relative_path).parts) - 1])
             size = check_ordinary(path)
             if size is not None and size >= last.offset + last.length:
@@ -298,12 +307,13 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
                 "bytes. Nothing has been loaded; use another checkpoint"
             )
 
-    def _passed(self, checks: int) -> None:
-        """After the last check the load writes: that counts as a write, and preserved initial values are stale."""
+    def _count_passed(self, checks: int) -> None:
+        """Count checks that passed. After the last one the load writes: preserved initial values are stale then."""
         self.checks -= checks
         if not self.checks:
             forget_initial_values(self.fitted.quantized.values())
-            count_writes(self.fitted.wrapped)  # the readers write into their parts
+            # the readers write into their parts, which torch does not count as writes of the wrappers
+            count_writes(self.fitted.wrapped)
 
 
 def _log_fitted(fitted: Fitted, seconds: float) -> None:
@@ -317,8 +327,8 @@ def _log_fitted(fitted: Fitted, seconds: float) -> None:
         LOG.debug("load: %s is converted from %s to %s", one.name, one.source.recipe or one.source.dtype, own)
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls a method without keeping its object alive: readers keep the storage data, which holds the probes."""
+def _call_weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a weak call of a method: readers keep the storage data, whose probes must not keep a planner alive."""
     kept = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> None:

@@ -46,14 +46,15 @@ class ReadItems:
         self._items: dict[tuple[int, Box], list[ReadItem]] = {}
 
     def of(self, state_dict: Mapping[str, Any], parts: Mapping[str, Box]) -> list[ReadItem]:
-        """The items for a flat state dict, in its order.
+        """Return the items for a flat state dict, in its order.
 
         `parts` are those of its entries that are parts of quantized weights: local tensors, each with its box.
 
         Raises:
             RuntimeError, ValueError: as stock DCP.
         """
-        with without_torch_function():  # attributes of a subclass go through it, thousands of times
+        # each attribute of a subclass would go through __torch_function__, thousands of times
+        with without_torch_function():
             boxes = {name: parts.get(name) or self._box_of(name, value) for name, value in state_dict.items()}
         return [item for name, value in state_dict.items() for item in self._of(name, value, boxes[name])]
 
@@ -64,10 +65,12 @@ class ReadItems:
         return create_default_local_load_plan({name: value}, self.metadata, self.strict).items
 
     def _box_of(self, name: str, value: Any) -> Box | None:
-        """Where this rank's piece of a plain tensor lies; None where stock has to say, or to refuse."""
+        """Return where this rank's piece of a plain tensor lies; None if stock has to say, or to refuse."""
+        # a class of another library may tell DCP of several chunks, which stock asks it about
         if not isinstance(value, Tensor) or type(local_of(value)) not in PLAIN:
             return None
         entry = self.metadata.state_dict_metadata.get(name)
+        # stock refuses what does not fit, in its own words
         if not isinstance(entry, TensorStorageMetadata) or value.shape != entry.size:
             return None
         if not isinstance(value, DTensor):
@@ -86,13 +89,14 @@ class ReadItems:
         key = self._number(entry.chunks), box
         alike = self._items.get(key)
         if alike is not None:
-            return (_renamed(item, name) for item in alike)
+            return (_rename(item, name) for item in alike)
         chunk = ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
         self._items[key] = items = create_read_items_for_chunk_list(name, entry, [chunk])
         return items
 
     def _number(self, chunks: list[ChunkStorageMetadata]) -> int:
-        """The same for lists of chunks that are equal."""
+        """Return a number that is the same for lists of chunks that are equal."""
+        # first by the objects: comparing the chunks of every tensor takes longer than making its items
         objects = tuple(map(id, chunks))
         found = self._by_object.get(objects)
         if found is None:
@@ -101,8 +105,8 @@ class ReadItems:
         return found
 
 
-def _renamed(item: ReadItem, name: str) -> ReadItem:
-    """The item of another entry."""
+def _rename(item: ReadItem, name: str) -> ReadItem:
+    """Return the item under the name of another entry."""
     to, stored = item.dest_index, item.storage_index
     return ReadItem(
         item.type,

@@ -1,4 +1,4 @@
-"""What the ranks of a load have together: each may hold other tensors, as stages of a pipeline and experts do.
+"""What the ranks of a load have together: each may hold different tensors, as stages of a pipeline and experts do.
 
 A tensor of the checkpoint that one rank's target lacks may be another's. So each rank says with its plan in which
 containers of its target it lacks some, and the coordinator, which sees what all ranks read, judges: a tensor of these
@@ -28,7 +28,7 @@ class RankShare(NamedTuple):
 
     lacks: the containers of its target in which it has not all tensors of the checkpoint. unread: tensors that it has
     without reading any of them, since its shard is empty. finds: whether the checkpoint has any of its tensors;
-    sought: their names, where it has none.
+    sought: their names, if it has none.
     """
 
     lacks: frozenset[Container]
@@ -38,7 +38,8 @@ class RankShare(NamedTuple):
 
     @staticmethod
     def of(target: LoadTarget, lacks: Mapping[str, Container], items: Sequence[ReadItem], parts: Parts) -> "RankShare":
-        """The share of a rank that lacks these tensors, and reads `items` into `parts` (see coverage.py)."""
+        """Return the share of a rank that lacks these tensors, and reads `items` into `parts` (see coverage.py)."""
+        # an empty shard reads nothing, but its rank has the tensor all the same
         unread = tuple(key if isinstance(key, str) else key.fqn for key, shape in parts.items() if 0 in shape)
         reads = any(item.type is not LoadItemType.BYTE_IO and item.storage_index.fqn not in OWN for item in items)
         finds = bool(reads or unread)
@@ -67,7 +68,7 @@ def refuse_lacking(
 
 
 def refuse_nothing(shares: Sequence[RankShare]) -> None:
-    """Raise ValueError where the checkpoint has no tensor of any rank, though some have tensors."""
+    """Raise ValueError if the checkpoint has no tensor of any rank, though some have tensors."""
     sought = sorted({name for share in shares for name in share.sought})
     if sought and not any(share.finds for share in shares):
         raise ValueError(
@@ -77,12 +78,12 @@ def refuse_nothing(shares: Sequence[RankShare]) -> None:
 
 
 def only_stored(name: str) -> str:
-    """What is said of a tensor that no rank has."""
+    """Return what is said of a tensor that no rank has."""
     return f"{name}: only the checkpoint has it; the target has no such tensor (allow_partial_load=True leaves it out)"
 
 
 def misfit(problems: Sequence[str], lacks: Collection[str], ranks: int) -> ValueError:
-    """The error of a rank whose own tensors do not fit; where there are other ranks, they may have what it lacks."""
+    """Return the error of a rank whose own tensors do not fit; other ranks, if any, may have what it lacks."""
     if ranks == 1:
         return ValueError(MISFIT + "".join(f"\n  {each}" for each in sorted([*problems, *map(only_stored, lacks)])))
     elsewhere = [f"{name}: only the checkpoint has it, or another rank" for name in sorted(lacks)]

@@ -8,10 +8,11 @@ import torch
 
 
 def unpickled(name: str, value: io.BytesIO) -> Any:
-    """The value of an entry of bytes. Raises ValueError, with the entry's name, where it is damaged or not allowed."""
+    """Return the value of an entry of bytes. Raises ValueError, with its name, if it is damaged or not allowed."""
     try:
         return torch.load(value, weights_only=True)
     except Exception as error:
+        # of torch's long text only the line that names the class helps; other errors mean damage
         lines = [line.strip() for line in str(error).splitlines()] if isinstance(error, pickle.UnpicklingError) else []
         reason = next((line for line in lines if "GLOBAL" in line or "class" in line), None)
         if reason is None:

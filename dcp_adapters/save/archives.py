@@ -57,10 +57,11 @@ class Frames:
         self._settings: bytes | None = None
 
     def of(self, tensor: Tensor) -> Frame | None:
-        """The frame of a tensor; None where torch.save has to write it.
+        """Return the frame of a tensor; None if torch.save has to write it.
 
         The thread's settings are looked at when it asks first, and again before a frame is kept.
         """
+        # a CRC32 stands behind the bytes, so the tail would depend on them
         if not is_framed(tensor) or torch.serialization.get_crc32_options():
             return None
         if self._settings is None:
@@ -69,6 +70,7 @@ class Frames:
         with _lock:
             if kind in _known:
                 return _known[kind]
+            # a frame costs two calls of torch.save, which a kind that comes once does not give back
             if kind not in _met:
                 if len(_met) >= MOST:
                     _met.clear()
@@ -76,14 +78,15 @@ class Frames:
                 _met.add(kind)
                 return None
             frame = frame_of(tensor)
-            if _settings() != self._settings:  # they have changed since this thread asked first
+            # another thread may have changed them since this one asked first
+            if _settings() != self._settings:
                 return None
             _known[kind] = frame
             return frame
 
 
 def is_framed(tensor: Tensor) -> bool:
-    """Whether a tensor is one whose archive its kind and its bytes determine, and is worth a frame."""
+    """Return whether kind and bytes of a tensor determine its archive, and it is worth a frame."""
     return (
         type(tensor) is Tensor
         and tensor.is_cpu
@@ -99,13 +102,14 @@ def is_framed(tensor: Tensor) -> bool:
 
 
 def frame_of(tensor: Tensor) -> Frame | None:
-    """The frame of a tensor for which `is_framed` holds; None where torch.save writes anything else than expected."""
+    """Return the frame of a tensor for which `is_framed` holds; None if torch.save writes anything but the expected."""
     mine = memory_of(tensor).raw
+    # every bit is turned around, so that a byte of the storage that is stored elsewhere, too, shows as a difference
     other = torch.frombuffer(bytearray(mine), dtype=torch.uint8).bitwise_not_()
     twin = torch.empty(0, dtype=tensor.dtype, device="cpu")
     twin.set_(other.untyped_storage(), 0, tensor.shape, tensor.stride())
     one, two = _archive(tensor), _archive(twin)
-    # where the first bytes differ the storages begin, since all of theirs do
+    # the storages differ in every byte, so they begin where the archives first differ
     begin = next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one))
     end = begin + len(mine)
     found = Frame(one[:begin], one[end:])

@@ -6,7 +6,7 @@ directory: after a crash of the machine `.metadata` may be empty or missing, or 
 share one name for the new one (`.metadata.tmp`): of two saves at once, one renames what the other has half written.
 
 Its data files are those of stock's writer; `data_files.py` writes them, unless the writer is given an extension or
-another serialization, or overlaps copies from a device with its writing (one thread, where there is a device).
+another serialization, or overlaps copies from a device with its writing (one thread, if there is a device).
 """
 
 import io
@@ -47,11 +47,13 @@ class AtomicFiles(FileSystem):
 
     def __init__(self, *, syncs: bool) -> None:
         self.syncs = syncs
+        # two saves at once must not share the name of the new metadata: one would rename what the other has half
+        # written
         self.own = uuid.uuid4().hex[:8]
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """For writing, a file whose sync includes what is still buffered; all else is the superclass's."""
+        """Open a file. One that is written includes what is still buffered in a sync; others are the superclass's."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -68,6 +70,7 @@ class AtomicFiles(FileSystem):
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         """Remove a file; not `.metadata`, which the rename that follows replaces."""
+        # stock removes the old one before it renames the new one; a process killed in between would leave none
         if not Path(path).name.endswith(".metadata"):
             super().rm_file(path)
 
@@ -78,6 +81,7 @@ class AtomicFiles(FileSystem):
         """
         final = Path(new_path)
         if self.syncs:
+            # after a crash, metadata must not name files whose names are not on the disk
             sync(final.parent)
             sync_name(final.parent)
         begun = self._begun(path)
@@ -89,7 +93,7 @@ class AtomicFiles(FileSystem):
             sync(final.parent)
 
     def _begun(self, path: str | os.PathLike[str]) -> Path:
-        """The path; for new metadata one of this writer alone."""
+        """Return the path; for new metadata, a path of this writer alone."""
         path = Path(path)
         name = path.name
         return path.with_name(f"{name.removesuffix('tmp')}{self.own}.tmp") if name.endswith(BEGUN) else path
@@ -131,6 +135,7 @@ class AtomicFileSystemWriter(FileSystemWriter):
         Raises what a writing thread raised, which stock's writer loses, and with extensions or safetensors still does.
         """
         prefix = prefix_of(plan.storage_data)
+        # only what DataWriter is known to write as stock does; a plan without a prefix comes from another writer
         if prefix is None or not self._writes_archives() or self._overlaps_copies():
             LOG.debug("AtomicFileSystemWriter: stock's code writes the data files of this save")
             return super().write_data(plan, planner)
@@ -145,5 +150,5 @@ class AtomicFileSystemWriter(FileSystemWriter):
         return plain and self.serialization_format is SerializationFormat.TORCH_SAVE
 
     def _overlaps_copies(self) -> bool:
-        """Whether stock copies tensors from a device while it writes others."""
+        """Return whether stock copies tensors from a device while it writes others."""
         return self.thread_count == 1 and self.per_thread_copy_ahead > 0 and torch.accelerator.is_available()

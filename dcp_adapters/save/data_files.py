@@ -37,19 +37,21 @@ class DataFile:
 
 
 def data_files(items: Sequence[WriteItem], prefix: str, files: int | None) -> list[DataFile]:
-    """Share items out to so many files of about the same size; None: each gets a file of its own.
+    """Share items out to so many files of about the same size; if None, each gets a file of its own.
 
     One file has its tensors in the order of the items. Of several, each has its tensors by size, the largest first.
     """
-    groups = [[item] for item in items] if files is None else _shared_out(items, files)
+    groups = [[item] for item in items] if files is None else _share_out(items, files)
     return [DataFile(f"{prefix}{number}{SUFFIX}", tuple(group)) for number, group in enumerate(groups)]
 
 
-def _shared_out(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
+def _share_out(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
     entries = [item for item in items if item.type is WriteItemType.BYTE_IO]
     tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO]
     if files == 1:
         return [[*entries, *tensors]]
+    # as stock's writer does it, so that the files hold the same items: byte entries in turn, then each tensor, the
+    # largest first, to the file with the fewest bytes so far
     groups, sizes = [entries[number::files] for number in range(files)], [0] * files
     for size, item in sorted(((_size(item), item) for item in tensors), key=lambda one: one[0], reverse=True):
         least = sizes.index(min(sizes))
@@ -76,7 +78,8 @@ class DataWriter:
     def __init__(self, fs: FileSystem, directory: Path, planner: SavePlanner, *, sync: bool) -> None:
         self.fs, self.directory, self.planner, self.sync = fs, directory, planner, sync
         self._lock = threading.Lock()
-        self._crc32 = torch.serialization.get_crc32_options()  # which belongs to a thread
+        # the option belongs to a thread: new ones would write CRC32 even if the caller switched it off
+        self._crc32 = torch.serialization.get_crc32_options()
         self._written: list[WriteResult] = []
         self._failed: list[BaseException] = []
 
@@ -104,7 +107,8 @@ class DataWriter:
                 written = self._write_file(file, frames)
                 with self._lock:
                     self._written += written
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+        # a thread's error ends the thread alone; `write` raises it in the thread that waits
+        except BaseException as error:  # noqa: BLE001
             self._failed.append(error)
 
     def _next(self, queue: Iterator[DataFile]) -> DataFile | None:
@@ -115,11 +119,12 @@ class DataWriter:
         written, at = [], 0
         with self.fs.create_stream(self.fs.concat_path(self.directory, file.name), "wb") as stream:
             for item in file.items:
-                if self._failed:  # in another thread; what is written here serves nothing
+                # another thread has failed, so nothing that is written here will be used
+                if self._failed:
                     break
                 data = self.planner.resolve_data(item)
                 if isinstance(data, Tensor):
-                    _write_tensor(stream, _settled(item.index.fqn, data), frames)
+                    _write_tensor(stream, _settle(item.index.fqn, data), frames)
                 else:
                     stream.write(data.getbuffer())
                 begin, at = at, stream.tell()
@@ -130,14 +135,15 @@ class DataWriter:
         return written
 
 
-def _settled(name: str, tensor: Tensor) -> Tensor:
-    """A tensor as it is saved: on the CPU, without a gradient, in a storage that holds nothing else.
+def _settle(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor as it is saved: on the CPU, without a gradient, in a storage that holds nothing else.
 
     Raises:
         ValueError: it has no bytes.
     """
     refuse_without_bytes([(name, tensor)])
     tensor = tensor.detach().cpu()
+    # torch.save writes the whole storage, of which a view may be a small part
     return tensor if tensor.untyped_storage().size() == tensor.nbytes else tensor.clone()
 
 

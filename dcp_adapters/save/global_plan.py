@@ -32,7 +32,7 @@ Key = tuple[str, torch.Size | None]  # what makes two items the same: the entry,
 def global_plan(
     plans: Sequence[SavePlan], *, to_lowest_rank: bool, flattened: bool
 ) -> tuple[list[SavePlan], Metadata] | None:
-    """Each rank's plan, and the metadata; None where stock has to say what is wrong.
+    """Return each rank's plan, and the metadata; None if stock has to say what is wrong.
 
     Args:
         plans: of all ranks.
@@ -41,13 +41,14 @@ def global_plan(
     """
     out: list[SavePlan] = []
     entries: dict[str, Any] = {}
-    for plan, dropped in zip(plans, _dropped(plans, to_lowest_rank=to_lowest_rank), strict=True):
+    for plan, dropped in zip(plans, _find_dropped(plans, to_lowest_rank=to_lowest_rank), strict=True):
         items: list[WriteItem] = []
         for item in plan.items:
             index, data = item.index, item.tensor_data
             if dropped and (index.fqn, index.offset) in dropped:
                 continue
             entry = entries.get(index.fqn)
+            # one name of two kinds, or twice as a whole: stock has the words for it
             if entry is not None and (type(entry) is BytesStorageMetadata or item.type is not WriteItemType.SHARD):
                 return None
             if item.type is WriteItemType.BYTE_IO:
@@ -58,25 +59,26 @@ def global_plan(
                 return None
             if entry is None:
                 entry = entries[index.fqn] = TensorStorageMetadata(data.properties, data.size, [])
+            # as in stock's plans: a reader finds the chunk by its number, without a search
             hinted = MetadataIndex(index.fqn, index.offset, len(entry.chunks))
             items.append(WriteItem(hinted, item.type, item.bytes_io_data, data))
             entry.chunks.append(data.chunk)
         out.append(dataclasses.replace(plan, items=items))
-    if not _covered(entries):
+    if not _is_covered(entries):
         return None
-    return out, Metadata(entries, planner_data=_merged([plan.planner_data for plan in plans]) if flattened else None)
+    return out, Metadata(entries, planner_data=_merge([plan.planner_data for plan in plans]) if flattened else None)
 
 
-def _merged(paths: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Flat name -> path in the nested dict, of all ranks; where they differ, the first rank's."""
+def _merge(paths: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return flat name -> path in the nested dict, of all ranks; if paths differ, the first rank's."""
     merged: dict[str, Any] = {}
     for one in reversed(paths):
         merged.update(one)
     return merged
 
 
-def _dropped(plans: Sequence[SavePlan], *, to_lowest_rank: bool) -> list[set[Key]]:
-    """For each plan the items that it leaves to another."""
+def _find_dropped(plans: Sequence[SavePlan], *, to_lowest_rank: bool) -> list[set[Key]]:
+    """Return for each plan the items that it leaves to another."""
     holders: dict[Key, int] = {}
     several: dict[Key, set[int]] = {}
     for rank, plan in enumerate(plans):
@@ -99,21 +101,23 @@ def _dropped(plans: Sequence[SavePlan], *, to_lowest_rank: bool) -> list[set[Key
     return dropped
 
 
-def _covered(entries: dict[str, Any]) -> bool:
-    """Whether the chunks of each tensor cover it exactly once."""
+def _is_covered(entries: dict[str, Any]) -> bool:
+    """Return whether the chunks of each tensor cover it exactly once."""
     found: dict[tuple[torch.Size, tuple[int, ...]], tuple[torch.Size, list[Box]]] = {}
     for entry in entries.values():
         if not isinstance(entry, TensorStorageMetadata) or not entry.size:
             continue
+        # layers that repeat share the records of their chunks (write_items.py), and unpickled plans keep that;
+        # `entries` keeps the objects alive, so their ids stay theirs
         key = entry.size, tuple(map(id, entry.chunks))
         if key in found:
             continue
-        if any(_stray(entry.size, chunk) for chunk in entry.chunks):
+        if any(_is_stray(entry.size, chunk) for chunk in entry.chunks):
             return False
         found[key] = entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     return is_tiled(list(found.values()))
 
 
-def _stray(size: torch.Size, chunk: ChunkStorageMetadata) -> bool:
-    """Whether a chunk without elements lies somewhere else than at an end of the tensor, where shards are empty."""
+def _is_stray(size: torch.Size, chunk: ChunkStorageMetadata) -> bool:
+    """Return whether an empty chunk lies elsewhere than at an end of the tensor, where shards are empty."""
     return 0 in chunk.sizes and 0 not in size and all(at < full for at, full in zip(chunk.offsets, size, strict=True))

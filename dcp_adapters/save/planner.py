@@ -66,7 +66,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             cannot have led to their scale: each rank reads what it holds once more. "own_scales" also refuses scales
             that no value asks for, which only weights that were never calibrated, converted or imported have to pass.
         delta_to: the directory of a full save. Tensors that it has in the same dtype and shape are stored as what
-            changed since then, compressed, or whole where that is not smaller; the sharding may be another one. The
+            changed since then, compressed, or whole if that is not smaller; the sharding may be another one. The
             checkpoint loads as any other, from both directories: keep the base (see `remove_checkpoints`), move both
             together. Each rank reads its part of the base while it writes. Needs the extra `delta` (zstd).
         **kwargs: those of DefaultSavePlanner. enable_plan_caching=True spares the exchange of plans while the state
@@ -79,7 +79,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             damaged, is itself a delta, is not local, is the directory to save into, or is not the same on all ranks.
             While building: an unknown option; delta_to with checksums=False.
         FileNotFoundError: delta_to holds no complete checkpoint; also when all is written and the base has gone
-            meanwhile (ValueError where it was replaced): then no `.metadata` is written.
+            meanwhile (ValueError if it was replaced): then no `.metadata` is written.
         ImportError: delta_to without zstd.
         RuntimeError: the storage writer lost a chunk (a writing thread that failed, say); no `.metadata` is written.
 
@@ -106,12 +106,14 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             raise ValueError(f'QuantizedSavePlanner: verify={verify!r} is not one of None, "deep", "own_scales"')
         if overwrite not in ("keep", "delete_first"):
             raise ValueError(f'QuantizedSavePlanner: overwrite={overwrite!r} is not one of "keep", "delete_first"')
-        caches_plans = kwargs.pop("enable_plan_caching", False)  # our own: stock's compares no formats
+        # stock's caching compares no formats, so a step of our own does it
+        caches_plans = kwargs.pop("enable_plan_caching", False)
         super().__init__(**kwargs)
         if delta_to is not None:
             refuse_without_checksums(checksums=checksums)
         self.overwrite, self.verify, self.delta_to = overwrite, verify, delta_to
-        # what makes the steps of a save, in their order
+        # what makes the steps of a save, in their order. Data are resolved from the last to the first: checksums are
+        # made of a tensor before a delta codes it, so that they are those of a full save
         self.options: list[Callable[[Saving], SaveStep]] = []
         if digest:
             self.options.append(ItemDigests)
@@ -124,7 +126,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         self.options.append(partial(Overwrite, overwrite))
         if caches_plans:
             self.options.append(PlanCache)
-        # an option of the calling thread, which the threads that write do not inherit
+        # an option of the calling thread, which the threads that write do not inherit: `resolve_data` sets it there
         self.crc32, self.built_by = torch.serialization.get_crc32_options(), threading.get_ident()
         # what belongs to one save
         self.steps: list[SaveStep] = []
@@ -134,7 +136,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: FBT001, FBT002 - DCP's signature
         """Flatten, and separate the local parts of quantized leaves from what stock DCP saves."""
-        self.current = frozenset()  # an earlier save that is still being written resolves nothing from here on
+        # an earlier save that is still being written resolves nothing from here on
+        self.current = frozenset()
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.saving = Saving(getattr(storage_meta, "checkpoint_id", None), self.state_dict)
         self.leaves = SaveLeaves.of(self.state_dict)
@@ -142,86 +145,95 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         refuse_taken_names(self.state_dict, self.leaves.entries)
         if self.flatten_state_dict:
             self.mappings = self.leaves.paths(self.mappings)
+        # new ones: an asynchronous save that is still being written keeps its own
         self.steps = [make(self.saving) for make in self.options]
         if LOG.isEnabledFor(logging.INFO):
             self.steps.insert(0, SaveLog(self.saving))
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's items, with its record as planner data; or the token of an earlier plan that is the same."""
+        """Return this rank's items, with its record as planner data; or the token of an equal earlier plan."""
+        # stock makes tensors without naming a device, and all that is planned is on the CPU
         with cpu_by_default():
             stock = super().create_local_plan()
         items, withheld = [*stock.items, *self.leaves.items], self.leaves.withheld
+        # stock lists a replicated scalar on every rank; here only the mesh's first rank does, and the coordinator adds
+        # it in `create_global_plan` if that rank takes no part
         if withheld:
             self.saving.unlisted = [item for item in items if item.index.fqn in withheld]
             items = [item for item in items if item.index.fqn not in withheld]
         paths = {name: path for name, path in self.mappings.items() if name not in withheld}
         plan = dataclasses.replace(stock, items=items, planner_data=RankRecord.of(self.leaves, items, paths))
-        for step in self._at("local_plan"):
+        for step in self._steps_at("local_plan"):
             plan = step.local_plan(plan, super().resolve_data)
         self.plan = plan
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Coordinator only: check that ranks agree, plan as stock DCP does, add the manifest and the checksums."""
+        """On the coordinator: check that ranks agree, plan as stock DCP does, add the manifest and the checksums."""
         # writers mark the plans of ranks that save without collectives in this way; no file's name has a slash
         marked = all_plans[0].storage_data
         apart = None if marked is None else prefix_of(marked) or "/"
-        for step in reversed(self._at("receive")):
+        # the cache is the last step: what it sent in place of a plan is undone first
+        for step in reversed(self._steps_at("receive")):
             all_plans = step.receive(all_plans)
         if self.saving.unlisted:
             all_plans = with_unlisted(all_plans, self.saving.unlisted, self.mappings)
         refuse_other_options(all_plans)
         save = GlobalSave(all_plans, merged_manifest(all_plans), apart)
-        if any(verified := told(all_plans, "verify")):  # of any rank, even if this one does not verify
+        # a rank that verifies counts even if the coordinator does not: its pieces may be half of a mixture
+        if any(verified := told(all_plans, "verify")):
             refuse_told_mixtures(verified)
-        for step in self._at("agree"):
+        for step in self._steps_at("agree"):
             step.agree(save)
         if save.metadata is None:
             self._plan(save)
         assert save.metadata is not None
         assert save.stored is not None
+        # the coordinator writes the manifest as one of its parts
         self.leaves.parts[MANIFEST] = save.stored
-        for step in self._at("planned"):
+        for step in self._steps_at("planned"):
             step.planned(save)
         self.global_plan = [
             dataclasses.replace(plan, planner_data={**save.answers, "place": place})
             for place, plan in enumerate(save.plans)
         ]
         # a record of its own for each save: writers fill in where things are stored
-        before = partial(_last_checks, self._at("commit"))
+        before = partial(_run_last_checks, self._steps_at("commit"))
         entries, data = save.metadata.state_dict_metadata, save.metadata.planner_data
         self.metadata = Committed(entries, data, before=before, coded=save.coded)
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The plan to write: the coordinator's, or the one kept from an earlier save."""
+        """Return the plan to write: the coordinator's, or the one kept from an earlier save."""
         plan, answers = new_plan, new_plan.planner_data
-        for step in reversed(self._at("finish_plan")):
+        for step in reversed(self._steps_at("finish_plan")):
             plan = step.finish_plan(plan, answers)
         refuse_bytes_in_safetensors(plan)
-        if plan.items:  # this save's own, of cached plans, too
+        # items of cached plans are copied, too: `current` tells a save by its items' ids
+        if plan.items:
             plan = dataclasses.replace(plan, items=[dataclasses.replace(item) for item in plan.items])
         self.plan, self.current = plan, frozenset(map(id, plan.items))
         return plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The local part, or what stock finds."""
+        """Return the local part, or what stock finds."""
         part = self.leaves.parts.get(index.fqn)
         return super().lookup_object(index) if part is None else part
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's name
-        """What stock makes of it; but a tensor whose item is one of bytes stays one until its step codes it."""
+        """Return what stock makes of it; but a tensor whose item is one of bytes stays one until its step codes it."""
         return object if isinstance(object, Tensor) else super().transform_object(write_item, object)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """What the writer stores for an item.
+        """Return what the writer stores for an item.
 
         Raises:
             RuntimeError: the planner has been given another save before this one was written.
         """
         if threading.get_ident() != self.built_by and torch.serialization.get_crc32_options() != self.crc32:
             torch.serialization.set_crc32_options(self.crc32)
-        steps = self._at("resolve")  # before `current`, which another save changes first
+        # read before `current`, which another save changes first: steps of one save never meet items of another
+        steps = self._steps_at("resolve")
         current = self.current
         self._refuse_overlap(write_item, ours=id(write_item) in current)
         source: Source = partial(self._stock_data, current)
@@ -229,14 +241,15 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             source = partial(step.resolve, source=source)
         return source(write_item)
 
-    def _at(self, stage: str) -> list[SaveStep]:
-        """The steps that have a part in a stage."""
+    def _steps_at(self, stage: str) -> list[SaveStep]:
+        """Return the steps that have a part in a stage."""
         return [step for step in self.steps if stage in step.stages]
 
     def _stock_data(self, current: frozenset[int], write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The data of an item as stock DCP has it; `current`: the items of the save that asks."""
+        """Return the data of an item as stock DCP has it; `current`: the items of the save that asks."""
         data = super().resolve_data(write_item)
-        self._refuse_overlap(write_item, ours=current is self.current)  # now that the data is here: it is this save's
+        # asked again now that the data is here: another save may have exchanged the state dict meanwhile
+        self._refuse_overlap(write_item, ours=current is self.current)
         return data
 
     def _refuse_overlap(self, write_item: WriteItem, *, ours: bool) -> None:
@@ -247,10 +260,11 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             )
 
     def _plan(self, save: GlobalSave) -> None:
-        """Stock's global plan, and the manifest as an entry in it."""
+        """Make stock's global plan, with the manifest as an entry in it."""
         record = save.manifest.to_json()
         save.stored = data = tensor_of(record)
         plans = [dataclasses.replace(plan, planner_data=plan.planner_data.mappings) for plan in save.plans]
+        # the first rank is the coordinator, which alone has the manifest's bytes
         plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, plain_item(MANIFEST, data)])
         found = global_plan(plans, to_lowest_rank=self.dedup_save_to_lowest_rank, flattened=self.flatten_state_dict)
         plans, metadata = found or super().create_global_plan(plans)  # which raises, mostly
@@ -259,7 +273,7 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         save.plans = [dataclasses.replace(plan, planner_data=None) for plan in plans]
 
 
-def _last_checks(steps: Sequence[SaveStep], files: set[str]) -> None:
-    """All ranks have written these files, and the metadata have not been."""
+def _run_last_checks(steps: Sequence[SaveStep], files: set[str]) -> None:
+    """Run the checks of the commit: all ranks have written these files, and the new metadata are not there yet."""
     for step in steps:
         step.commit(files)

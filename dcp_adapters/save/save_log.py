@@ -34,7 +34,8 @@ class SaveLog(SaveStep):
         return plan
 
     def commit(self, files: set[str]) -> None:
-        """Tell that all is written, once: where ranks have a group, DCP pickles the metadata again to send them."""
+        """Tell that all is written, once."""
+        # the last checks run each time the metadata are pickled: for the file, and again if DCP sends them to a group
         if self.told:
             return
         self.told = True

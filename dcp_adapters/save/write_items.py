@@ -40,7 +40,7 @@ class PartLayout:
     withheld: bool
 
     def item(self, name: str) -> WriteItem:
-        """The write item of the part whose entry is `name`."""
+        """Return the write item of the part whose entry is `name`."""
         return WriteItem(MetadataIndex(name, self.data.chunk.offsets), self.kind, tensor_data=self.data)
 
 
@@ -68,7 +68,7 @@ class SaveLeaves:
 
     @staticmethod
     def of(flat: Mapping[str, Any]) -> "SaveLeaves":
-        """The leaves of a flattened state dict.
+        """Return the leaves of a flattened state dict.
 
         Raises:
             ValueError: a leaf cannot be saved; a column cut does not fall on block boundaries.
@@ -77,10 +77,12 @@ class SaveLeaves:
         named: list[tuple[str, Tensor]] = []  # all local tensors
         known: dict[object, list[PartLayout]] = {}  # of leaves alike in shape, placement and recipe
         leaves = leaves_of(flat)
-        with without_torch_function():  # attributes of a subclass go through it, thousands of times
+        # each attribute of a subclass would go through __torch_function__, thousands of times
+        with without_torch_function():
             for name, leaf in leaves.items():
                 q = leaf.quantized
                 if q is not None:
+                    # similar weights have equal layouts, and DTensor's computation of a shard's place is slow
                     key = placement_key(leaf.value, q)
                     if key not in known:
                         known[key] = _layouts(name, leaf.value, q)
@@ -89,13 +91,15 @@ class SaveLeaves:
                 found.plain[name] = leaf.plain
                 if leaf.local is not None:
                     named.append((name, leaf.local if leaf.plain is leaf.value else local_of(leaf.plain)))
+                # every rank of the mesh holds a scalar: if all listed it, plans would grow with the world for no byte
+                # more
                 if isinstance(leaf.plain, DTensor) and not leaf.plain.ndim and not lists_scalars(leaf.plain):
                     found.withheld.add(name)
         refuse_without_bytes(named)
         return found
 
     def paths(self, mappings: Mapping[str, Any]) -> dict[str, Any]:
-        """Flat name -> path in the nested dict, with the paths of parts in place of the paths of their weights."""
+        """Return flat name -> path in the nested dict, with paths of parts in place of those of their weights."""
         paths = {name: path for name, path in mappings.items() if name not in self.entries}
         for weight, parts in self.entries.items():
             *container, last = mappings[weight]
@@ -104,7 +108,7 @@ class SaveLeaves:
         return paths
 
     def _keep_parts(self, name: str, q: QuantizedTensor, layouts: Sequence[PartLayout]) -> list[tuple[str, Tensor]]:
-        """Keep the parts of a quantized leaf; nothing where this rank is outside of its mesh. Returns the kept ones."""
+        """Keep and return the parts of a quantized leaf; none if this rank is outside of its mesh."""
         specs = specs_of(q.recipe)
         entries = self.entries[name] = {spec.name: f"{name}.{spec.name}" for spec in specs}
         if not layouts:
@@ -145,12 +149,12 @@ def _layouts(name: str, value: Tensor, q: QuantizedTensor) -> list[PartLayout]:
 
 
 def lists_scalars(value: DTensor) -> bool:
-    """Whether this rank lists the scalars that all ranks of a mesh hold: only the mesh's first rank does."""
+    """Return whether this rank lists the scalars that all ranks of a mesh hold: only the mesh's first does."""
     return not any(value.device_mesh.get_coordinate() or ())
 
 
 def plain_item(name: str, tensor: Tensor, *, rows: tuple[int, int] | None = None) -> WriteItem:
-    """The item of a plain tensor; with `rows` = (first, total), of some rows of a larger one."""
+    """Return the item of a plain tensor; with `rows` = (first, total), of some rows of a larger one."""
     first, total = rows or (0, tensor.shape[0] if tensor.ndim else 0)
     offsets = (first, *[0] * (tensor.ndim - 1)) if tensor.ndim else ()
     size = (total, *tensor.shape[1:]) if tensor.ndim else ()

@@ -42,11 +42,11 @@ class StoredCheckpoint(Stored):
 
     Attributes:
         metadata: DCP's own description of it.
-        manifest: None where it was not saved with QuantizedSavePlanner.
+        manifest: None if it was not saved with QuantizedSavePlanner.
 
     Args:
         path: the directory.
-        check: compare what is read with the checkpoint's checksums, where it has some. What is rebuilt from a delta
+        check: compare what is read with the checkpoint's checksums, if it has some. What is rebuilt from a delta
             and its base is compared in any case.
 
     Raises:
@@ -61,13 +61,14 @@ class StoredCheckpoint(Stored):
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._saved: dict[bytes, bytes] = {}  # digest of a chunk's name and offset -> digest of its bytes
         self._checksums: dict[bytes, bytes] = {}  # those with which all that is read is compared
+        # a stand-in: the manifest says which base there is, and may be an entry that is read like others
         self._rebuilding = Rebuilding(None, self.metadata)
         self.manifest = self._read_manifest()
         if self.manifest is not None and self.manifest.base is not None:
             self._rebuilding = Rebuilding(self.manifest.base, self.metadata)
             self.base = self.manifest.base.path
         self.format_version = None if self.manifest is None else self.manifest.format_version
-        self.entries = self._found_entries()
+        self.entries = self._find_entries()
         self.converted = converted_names(self.metadata)
         self.digests = {} if self.manifest is None else self.manifest.digests
         self.blobs = [
@@ -91,13 +92,13 @@ class StoredCheckpoint(Stored):
         return list(dict.fromkeys(owners.get(key, key) for key in keys))
 
     def chunks(self, name: str) -> int:
-        """The number of pieces in which a tensor (its payload) was written."""
+        """Return the number of pieces in which a tensor (its payload) was written."""
         entry = self.entries[name]
         record = self.metadata.state_dict_metadata[entry.part_keys()[0]]
         return len(record.chunks) if isinstance(record, TensorStorageMetadata) else 0
 
     def file_bytes(self) -> dict[str, int]:
-        """Stored bytes of the entries in each data file, as far as the storage tells."""
+        """Return the stored bytes of the entries in each data file, as far as the storage tells."""
         sizes: dict[str, int] = {}
         for info in self._locations().values():
             if hasattr(info, "relative_path"):
@@ -106,19 +107,19 @@ class StoredCheckpoint(Stored):
         return sizes
 
     def blob_size(self, name: str) -> int:
-        """Stored bytes of an entry of bytes."""
+        """Return the stored bytes of an entry of bytes."""
         return int(getattr(self._locations().get(MetadataIndex(name)), "length", 0))
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """From disk, all chunks joined."""
+        """Read from disk, and join all chunks."""
         return {part: self.part(name, part) for part in self.entries[name].parts()}
 
     def part(self, name: str, part: str) -> Tensor:
-        """From disk, all chunks joined."""
+        """Read from disk, and join all chunks."""
         return self.read_key(self.entries[name].key(part))
 
     def pieces(self, name: str, part: str) -> Iterator[TensorPiece]:
-        """From disk, chunk by chunk."""
+        """Read a part from disk, chunk by chunk."""
         key = self.entries[name].key(part)
         record = self.metadata.state_dict_metadata[key]
         assert isinstance(record, TensorStorageMetadata)
@@ -127,12 +128,13 @@ class StoredCheckpoint(Stored):
             if not chunk.sizes.numel():
                 continue
             target = torch.empty(chunk.sizes, dtype=record.properties.dtype, device="cpu")
+            # each chunk by itself: a tensor of many chunks need not fit into memory
             into, stored = MetadataIndex(key, start, 0), MetadataIndex(key, chunk.offsets, number)
             self._read(key, [ReadItem(LoadItemType.TENSOR, into, start, stored, start, chunk.sizes)], {key: target})
             yield TensorPiece(target, tuple(record.size), tuple(chunk.offsets))
 
     def read_key(self, key: str) -> Tensor:
-        """One stored tensor, a part or a dense one, its chunks joined."""
+        """Read one stored tensor, a part or a dense one, and join its chunks."""
         record = self.metadata.state_dict_metadata[key]
         assert isinstance(record, TensorStorageMetadata)
         whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(record.size)), sizes=record.size)
@@ -141,7 +143,7 @@ class StoredCheckpoint(Stored):
         return target
 
     def rows(self, key: str, piece: slice) -> Tensor:
-        """Some of one stored tensor along dim 0; not compared with checksums, which are those of whole chunks."""
+        """Read some of a tensor along dim 0; not compared with checksums, which are those of whole chunks."""
         record = self.metadata.state_dict_metadata[key]
         assert isinstance(record, TensorStorageMetadata)
         if not record.size:
@@ -152,13 +154,14 @@ class StoredCheckpoint(Stored):
             sizes=torch.Size([stop - start, *record.size[1:]]),
         )
         target = torch.empty(box.sizes, dtype=record.properties.dtype, device="cpu")
+        # the target has these rows alone, so its piece begins at 0
         into = MetadataIndex(key, torch.Size([0] * len(record.size)), 0)
         items = create_read_items_for_chunk_list(key, record, [box])
         self._read(key, [dataclasses.replace(item, dest_index=into) for item in items], {key: target}, partial=True)
         return target
 
     def read_blob(self, name: str) -> bytes:
-        """An entry of bytes, as it is stored."""
+        """Read an entry of bytes, as it is stored."""
         zero, index = torch.Size([0]), MetadataIndex(name)
         item = ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
         return self._read(name, [item], {}).getvalue()
@@ -168,14 +171,16 @@ class StoredCheckpoint(Stored):
     def _read(
         self, entry: str, items: list[ReadItem], targets: dict[str, Tensor], *, partial: bool = False
     ) -> io.BytesIO:
-        """Read items; of chunks that are read in part (`partial`) no checksum can be compared."""
-        planner = _Into(targets, {} if partial else self._checksums, self._rebuilding, self._saved)
+        """Read items; chunks that are read in part (`partial`) are not compared with checksums."""
+        planner = _ReadInto(targets, {} if partial else self._checksums, self._rebuilding, self._saved)
         try:
             items = self._rebuilding.replace_items(items)
             self._rebuilding.open(self.path)
             self._reader.read_data(LoadPlan(items), planner).wait()
+        # the planner, which compares, does not know the path
         except CheckpointUnusable as error:
             raise CheckpointUnusable(f"{self.path}: {error}") from None
+        # damaged archives raise errors of all kinds; callers get one
         except Exception as error:
             raise self._unusable(f"{entry} can not be read: {type(error).__name__}: {error}") from error
         return planner.blob
@@ -192,7 +197,7 @@ class StoredCheckpoint(Stored):
         return metadata
 
     def _read_manifest(self) -> Manifest | None:
-        """From the planner data, or from the entry where the storage dropped that."""
+        """Read the manifest from the planner data, or from its entry if the storage dropped these."""
         try:
             manifest = manifest_of(self.metadata)
             entry = self.metadata.state_dict_metadata.get(MANIFEST)
@@ -205,7 +210,7 @@ class StoredCheckpoint(Stored):
         return manifest
 
     def _read_checksums(self) -> dict[bytes, bytes]:
-        """Digest of a chunk's name and offset -> digest of its bytes."""
+        """Read the table: digest of a chunk's name and offset -> digest of its bytes."""
         rows = self.read_key(CHECKSUMS)
         if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != ROW:
             raise self._unusable(
@@ -213,8 +218,8 @@ class StoredCheckpoint(Stored):
             )
         return dict(rows_of(rows))
 
-    def _found_entries(self) -> dict[str, Entry]:
-        """The entries of all tensors, in the order of the metadata."""
+    def _find_entries(self) -> dict[str, Entry]:
+        """Return the entries of all tensors, in the order of the metadata."""
         quantized = self.manifest.tensors if self.manifest is not None else {}
         owners = {key: entry for entry in quantized.values() for key in entry.part_keys()}
         found: dict[str, Entry] = {}
@@ -222,7 +227,7 @@ class StoredCheckpoint(Stored):
             owner = owners.get(key)
             if owner is not None:
                 if owner.name not in found:
-                    found[owner.name] = self._checked(owner)
+                    found[owner.name] = self._check_parts(owner)
             elif isinstance(record, TensorStorageMetadata) and key not in BOOKKEEPING:
                 found[key] = Entry(key, None, tuple(record.size), record.properties.dtype)
         missing = sorted(quantized.keys() - found.keys())
@@ -230,8 +235,8 @@ class StoredCheckpoint(Stored):
             raise self._unusable(f"in the manifest but not stored: {', '.join(missing)}")
         return found
 
-    def _checked(self, entry: Entry) -> Entry:
-        """A quantized entry whose parts are stored as it says."""
+    def _check_parts(self, entry: Entry) -> Entry:
+        """Return a quantized entry; raise unless its parts are stored as it says."""
         for part, (dtype, shape) in entry.parts().items():
             record = self.metadata.state_dict_metadata.get(entry.key(part))
             if not isinstance(record, TensorStorageMetadata):
@@ -252,7 +257,7 @@ class StoredCheckpoint(Stored):
 
 
 def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
-    """The path of a checkpoint. Raises CheckpointUnusable where there is none."""
+    """Return the path of a checkpoint. Raises CheckpointUnusable if there is none."""
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointUnusable(f"{directory}: no such directory")
@@ -263,7 +268,7 @@ def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
     return directory
 
 
-class _Into(DefaultLoadPlanner):
+class _ReadInto(DefaultLoadPlanner):
     """Reads into given tensors, keeps bytes as bytes, and compares each chunk with its checksum."""
 
     def __init__(
@@ -284,6 +289,7 @@ class _Into(DefaultLoadPlanner):
             for item, piece in self.rebuilding.pieces(read_item, value, checksum):
                 self.resolve_tensor(item).copy_(piece)
             return
+        # handed out as it is: stock's planner would unpickle it
         self.blob = value
         self._compare(read_item, value)
 

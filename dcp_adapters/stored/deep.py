@@ -25,7 +25,7 @@ Rows = Callable[[slice], Mapping[str, Tensor]]
 
 
 def and_deep(report: VerifyReport, opened: Callable[[], Stored], level: Level) -> VerifyReport:
-    """A report on bytes, with what every quantized tensor and every master mean, if the bytes are sound.
+    """Add to a report on bytes what every quantized tensor and every master mean, if the bytes are sound.
 
     Args:
         report: on the bytes.
@@ -38,8 +38,9 @@ def and_deep(report: VerifyReport, opened: Callable[[], Stored], level: Level) -
     try:
         source = opened()
         masters = Masters.among(source.entries, source.converted)
-        findings = tuple(_judged(source, masters, level))
-    except (OSError, ValueError) as error:  # it has changed since
+        findings = tuple(_judge(source, masters, level))
+    # it has changed since its bytes were verified
+    except (OSError, ValueError) as error:
         findings = (Finding("error", "", "", f"it can not be read again: {error}"),)
         return dataclasses.replace(report, findings=report.findings + findings)
     quantized = {entry.name for entry in source.entries.values() if entry.recipe is not None}
@@ -48,14 +49,15 @@ def and_deep(report: VerifyReport, opened: Callable[[], Stored], level: Level) -
     return dataclasses.replace(report, findings=report.findings + findings, judged=judged, masters=len(compared))
 
 
-def _judged(source: Stored, masters: Masters, level: Level) -> list[Finding]:
-    """What is found in the tensors of a source, in their order, and in their masters."""
+def _judge(source: Stored, masters: Masters, level: Level) -> list[Finding]:
+    """Return what is found in the tensors of a source, in their order, and in their masters."""
     found: list[Problem] = []
     said: list[Mapping[str, Problem | None]] = []
     for entry in source.entries.values():
         beside = masters.beside.get(entry.name, [])
+        # what was converted has scales of its own, and its master is that of another recipe
         if entry.name in source.converted or (entry.recipe is None and not beside):
-            continue  # what was converted has scales of its own, and its master is that of another recipe
+            continue
         rows = _rows_of(source, entry)
         check: TensorCheck | DenseCheck
         check = DenseCheck(entry, beside) if entry.recipe is None else TensorCheck(entry, level, beside)
@@ -73,11 +75,11 @@ def _judged(source: Stored, masters: Masters, level: Level) -> list[Finding]:
     ]
     if source.converted:
         findings.append(Finding("warning", "", few_of(sorted(source.converted), 3), CONVERTED))
-    return findings + _left_out(source, masters)
+    return findings + _list_left_out(source, masters)
 
 
-def _left_out(source: Stored, masters: Masters) -> list[Finding]:
-    """What was not compared: where that is all there is to compare, nothing is proved."""
+def _list_left_out(source: Stored, masters: Masters) -> list[Finding]:
+    """Return what was not compared: an error if nothing was, since then nothing is proved."""
     held = {master for beside in masters.beside.values() for master in beside}
     reasons = explain_left_out(masters.left, len(held) + len(masters.left))
     if masters.left and not held:
@@ -89,18 +91,19 @@ def _left_out(source: Stored, masters: Masters) -> list[Finding]:
 
 
 def _rows_of(source: Stored, entry: Entry) -> Rows:
-    """Reads some rows of an entry's parts."""
+    """Return what reads some rows of an entry's parts."""
     if entry.recipe is None:
         return lambda piece: {"": _dense_rows(source, entry.name, piece)}
     recipe = entry.recipe
     if not isinstance(source, StoredCheckpoint):
         whole = source.parts(entry.name)
         return lambda piece: cut(whole, recipe, piece)
+    # one value for all rows: read once, and given to every piece
     wide = {spec.name: source.part(entry.name, spec.name) for spec in specs_of(recipe) if not spec.per_row}
     per_row = [spec.name for spec in specs_of(recipe) if spec.per_row]
     return lambda piece: {**{part: source.rows(entry.key(part), piece) for part in per_row}, **wide}
 
 
 def _dense_rows(source: Stored, name: str, piece: slice) -> Tensor:
-    """Some rows of a dense tensor."""
+    """Return some rows of a dense tensor."""
     return source.rows(name, piece) if isinstance(source, StoredCheckpoint) else source.part(name, "")[piece]

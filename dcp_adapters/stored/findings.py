@@ -10,8 +10,8 @@ class Finding:
 
     Attributes:
         severity: "error", or "warning" for what does not make the checkpoint wrong.
-        file: path inside of the checkpoint, "" where no file is at fault.
-        entry: the tensor, with the chunk's offset where one chunk is at fault; "" where no tensor is.
+        file: path inside of the checkpoint, "" if no file is at fault.
+        entry: the tensor, with the chunk's offset if one chunk is at fault; "" if no tensor is.
         message: what was found and what was expected.
     """
 
@@ -21,7 +21,7 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         return ": ".join(part for part in (self.severity, self.file, self.entry, self.message) if part)
 
 

@@ -32,11 +32,11 @@ class Total:
 
     @property
     def bytes_per_parameter(self) -> float | None:
-        """None where there is no parameter."""
+        """None if there is no parameter."""
         return self.nbytes / self.parameters if self.parameters else None
 
     def to_json(self) -> dict[str, Any]:
-        """The sums and their quotient."""
+        """Return the sums and their quotient, as plain data."""
         return {
             "kind": self.kind,
             "tensors": self.tensors,
@@ -50,9 +50,9 @@ class Total:
 class Inspection:
     """What a checkpoint holds.
 
-    layout: how a Hugging Face directory is quantized, "" where it is not; None for a checkpoint. chunks: name of a
+    layout: how a Hugging Face directory is quantized, "" if it is not; None for a checkpoint. chunks: name of a
     tensor -> number of its chunks. format_version: the manifest's, None without one. world_size: at least so many ranks
-    wrote it, None where the file names do not tell; a rank that had nothing to write leaves no trace. blobs: (name,
+    wrote it, None if the file names do not tell; a rank that had nothing to write leaves no trace. blobs: (name,
     bytes) of entries of bytes. base: path to the checkpoint that this one is a delta to. stored: bytes in its files.
     """
 
@@ -82,7 +82,7 @@ class Inspection:
         return _total("total", self.tensors)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; keys are only ever added under the same FORMAT."""
+        """Return plain data; keys are only ever added under the same FORMAT."""
         return {
             "format": FORMAT,
             "checkpoint": self.path,
@@ -99,7 +99,7 @@ class Inspection:
         }
 
     def render(self) -> str:
-        """For people."""
+        """Return a text for people."""
         tensors = [
             (
                 tensor.name,
@@ -127,14 +127,14 @@ class Inspection:
                 ("tensor", "kind", "shape", "parts", "chunks", "bytes"),
                 tensors,
                 right=("shape", "chunks", "bytes"),
-                style=_look,
+                style=_style_of,
             ),
         ]
         if self.blobs:
             blobs = [(name, human_bytes(size)) for name, size in self.blobs]
-            blocks.append(table(("bytes entry", "bytes"), blobs, right=("bytes",), style=_look))
+            blocks.append(table(("bytes entry", "bytes"), blobs, right=("bytes",), style=_style_of))
         columns = ("kind", "tensors", "parameters", "bytes", "bytes/parameter")
-        blocks.append(table(columns, totals, right=columns[1:], style=_look))
+        blocks.append(table(columns, totals, right=columns[1:], style=_style_of))
         return "\n\n".join(blocks)
 
     def _head(self) -> str:
@@ -176,8 +176,8 @@ def inspect_checkpoint(checkpoint: Stored, patterns: Sequence[str] = ()) -> Insp
     )
 
 
-def _look(column: str, cell: str) -> str:
-    """The style of a cell: quantized kinds and sizes in colour, dense kinds plain, details faint."""
+def _style_of(column: str, cell: str) -> str:
+    """Return the style of a cell: quantized kinds and sizes in colour, dense kinds plain, details faint."""
     if column == "kind":
         return "bold" if cell == "total" else "" if isinstance(getattr(torch, cell, None), torch.dtype) else "cyan"
     return {"bytes": "green", "parts": "dim", "chunks": "dim", "shape": "dim"}.get(column, "")
@@ -188,7 +188,7 @@ def _total(kind: str, tensors: Sequence[Entry]) -> Total:
 
 
 def _world_size(files: Iterable[str]) -> int | None:
-    """One more than the highest rank in the file names `__<rank>_<...>.distcp`; all of them must be such names."""
+    """Return one more than the highest rank in file names `__<rank>_<...>.distcp`; None if any is another name."""
     found = [re.fullmatch(r"__(\d{1,9})_\w+\.distcp", file) for file in files]
     return max((int(match[1]) + 1 for match in found if match), default=None) if all(found) else None
 

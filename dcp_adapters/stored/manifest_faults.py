@@ -8,7 +8,7 @@ from qtensor.spec.registry import part_names
 
 
 def manifest_faults(manifest: Manifest, metadata: Metadata) -> list[Fault]:
-    """Where the manifest and the stored tensors contradict each other."""
+    """Return where the manifest and the stored tensors contradict each other."""
     stored, faults = metadata.state_dict_metadata, []
     owned, parts = set(), part_names().union(*(entry.parts() for entry in manifest.tensors.values()))
     for name, entry in manifest.tensors.items():
@@ -25,6 +25,7 @@ def manifest_faults(manifest: Manifest, metadata: Metadata) -> list[Fault]:
                 faults.append(
                     Fault(METADATA, f"{name}.{part}", f"{held}, the manifest's {entry.recipe} needs {dtype} {shape}")
                 )
+    # a part that the manifest forgot would be loaded as a dense tensor of codes
     for name in stored.keys() - owned:
         owner, _, part = name.rpartition(".")
         if (owner in manifest.tensors and part in parts) or (part == "payload" and f"{owner}.scale" in stored):

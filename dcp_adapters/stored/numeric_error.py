@@ -2,7 +2,7 @@
 
     max |B - A|        |B - A| / |A|  (Frobenius)        SNR = -20 log10 of that, in dB
 
-Elements that are not finite on either side would make all three useless: they are left out, and counted apart where
+Elements that are not finite on either side would make all three useless: they are left out, and counted apart if
 they differ.
 """
 
@@ -23,8 +23,8 @@ SLICE = 1 << 20  # elements that are decoded, and widened to float64, at once; o
 class Error:
     """How far the values of B are from those of A.
 
-    max_abs, relative: over the elements that are finite on both sides; relative is None where A is 0 and B is not,
-    where squares overflow, and where elements differ and none is finite on both sides.
+    max_abs, relative: over the elements that are finite on both sides; relative is None if A is 0 and B is not, if
+    squares overflow, and if elements differ and none is finite on both sides.
     not_finite: the number of other elements that differ.
     """
 
@@ -34,7 +34,7 @@ class Error:
 
     @property
     def snr_db(self) -> float | None:
-        """None where it would be infinite (no error) or is not defined."""
+        """None if it would be infinite (no error) or is not defined."""
         return -20 * math.log10(self.relative) if self.relative else None
 
     @property
@@ -43,7 +43,7 @@ class Error:
         return self.max_abs == 0 and self.not_finite == 0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; None where something does not apply."""
+        """Return plain data; None if something does not apply."""
         return {
             "max_abs": self.max_abs,
             "relative": self.relative,
@@ -52,7 +52,7 @@ class Error:
         }
 
     def cells(self) -> tuple[str, str, str]:
-        """For people: max_abs, relative, snr_db."""
+        """Return max_abs, relative and snr_db, for people."""
         relative = "inf" if self.relative is None else f"{self.relative:.3g}"
         return f"{self.max_abs:.3g}", relative, "-" if self.snr_db is None else f"{self.snr_db:.1f}"
 
@@ -65,13 +65,15 @@ class ErrorSum:
         self._compared = False  # whether any element is finite on both sides
 
     def add(self, left: Tensor, right: Tensor) -> None:
-        """One piece of both, of equal shapes; `left` is the reference."""
+        """Add one piece of both, of equal shapes; `left` is the reference."""
         if not left.numel():
             return
+        # fp64 holds the square of every fp32 value
         left, right = left.reshape(-1).to(torch.float64), right.reshape(-1).to(torch.float64)
         distance = right - left
         squares = float(distance.dot(distance))
-        if math.isfinite(squares):  # then so is every element, of both
+        # a finite sum means that every element of both is finite, which spares a look at each
+        if math.isfinite(squares):
             self._add(distance, squares, left)
             return
         finite = torch.isfinite(left) & torch.isfinite(right)
@@ -89,17 +91,19 @@ class ErrorSum:
         self._reference += float(left.dot(left))
 
     def error(self) -> Error:
-        """The error over all pieces."""
+        """Return the error over all pieces."""
         relative = math.sqrt(self._squares / self._reference) if self._reference else (None if self._squares else 0.0)
         if self._broken and not self._compared:
-            relative = None  # nothing is known of any element
+            # nothing is known of any element
+            relative = None
         if relative is not None and not math.isfinite(relative):
-            relative = None  # the squares of such values overflow
+            # the squares of such values overflow
+            relative = None
         return Error(self._largest, relative, self._broken)
 
 
 def error_between(left: Tensor, right: Tensor) -> Error:
-    """How far the values of `right` are from those of `left`, both quantized or dense, of one shape."""
+    """Return how far the values of `right` are from those of `left`, both quantized or dense, of one shape."""
     total = ErrorSum()
     for one, other in zip(_values(left), _values(right), strict=True):
         total.add(one, other)
@@ -107,7 +111,7 @@ def error_between(left: Tensor, right: Tensor) -> Error:
 
 
 def _values(x: Tensor) -> Iterator[Tensor]:
-    """The values, some at a time, flat."""
+    """Yield the values, some at a time, flat."""
     x = x if x.ndim else x.reshape(1)
     size = max(SLICE // max(math.prod(x.shape[1:]), 1), 1)
     for start in range(0, x.shape[0], size):

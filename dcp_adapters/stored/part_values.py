@@ -31,7 +31,7 @@ PIECE = 2**24  # elements looked at together, so that temporaries stay small
 
 
 def value_fault(spec: PartSpec, part: Tensor) -> str | None:
-    """What is wrong with the values of a chunk of a part; None where nothing is."""
+    """Return what is wrong with the values of a chunk of a part; None if nothing is."""
     if spec.numbers is None or spec.numbers in WITHOUT_NAN:
         return None
     if spec.dtype.itemsize == 1:
@@ -40,6 +40,7 @@ def value_fault(spec: PartSpec, part: Tensor) -> str | None:
     if nan:
         return f"{nan} of {part.numel()} values are NaN or infinite"
     least = min((float(piece.min()) for piece in _in_pieces(part)), default=1.0)
+    # an amax history may hold zeros; a scale of 0 would make zeros of all that it scales
     if least < 0 or (least == 0 and spec.length is None):
         return f"its least value is {least!r}, expected {'at least 0' if spec.length is not None else 'more than 0'}"
     return None
@@ -62,7 +63,7 @@ def _byte_fault(spec: PartSpec, part: Tensor) -> str | None:
 
 
 def holds_nan(recipe: Recipe, parts: Mapping[str, Tensor]) -> bool:
-    """Whether a quantized tensor of these parts has values that are NaN or infinite."""
+    """Return whether a quantized tensor of these parts has values that are NaN or infinite."""
     specs = specs_of(recipe)
     if any(_not_finite(spec, parts[spec.name]) for spec in specs):
         return True
@@ -82,14 +83,15 @@ def _not_finite(spec: PartSpec, part: Tensor) -> bool:
     if mask is None:
         return not all(bool(piece.view(spec.numbers).float().isfinite().all()) for piece in pieces)
     largest = [(piece & mask).max() for piece in pieces]
-    return bool(largest) and int(torch.stack(largest).max()) >= least  # asks the device once
+    # one read for all pieces: each would wait for the device
+    return bool(largest) and int(torch.stack(largest).max()) >= least
 
 
 @cache
 def _not_finite_codes(numbers: torch.dtype) -> tuple[int | None, int]:
-    """A mask, and the least code under it that is not finite; None where larger ones are finite again.
+    """Return a mask, and the least code under it that is not finite; None if larger ones are finite again.
 
-    The mask leaves out the sign, which E8M0 does not have. 256 is the least where all codes are finite.
+    The mask leaves out the sign, which E8M0 does not have. 256 is the least if all codes are finite.
     """
     finite = _values_of(numbers).isfinite()
     codes = torch.arange(256, dtype=torch.int64, device="cpu")
@@ -101,7 +103,7 @@ def _not_finite_codes(numbers: torch.dtype) -> tuple[int | None, int]:
 
 
 def _values_of(numbers: torch.dtype) -> Tensor:
-    """The numbers of the 256 codes of a part of one byte an element."""
+    """Return the numbers of the 256 codes of a part of one byte an element."""
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(numbers).float()
 
 

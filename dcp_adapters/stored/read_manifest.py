@@ -13,7 +13,7 @@ from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 
 
 def read_manifest(checkpoint: str | os.PathLike[str] | StorageReader) -> Manifest:
-    """What a checkpoint says about its quantized tensors; needs no model and no process group.
+    """Read what a checkpoint says about its quantized tensors; needs no model and no process group.
 
     Args:
         checkpoint: a directory, or a StorageReader.
@@ -42,11 +42,13 @@ def read_manifest(checkpoint: str | os.PathLike[str] | StorageReader) -> Manifes
     manifest = manifest_of(metadata)
     if manifest is not None:
         return manifest
+    # the storage dropped the planner data (safetensors do), and has the manifest as an entry
     buffer = own_buffer(MANIFEST, metadata, dims=1, where=str(where))
     if buffer is None:
         raise ValueError(f"{where}: no entry {MANIFEST}: it was not saved with QuantizedSavePlanner")
     try:
-        with warnings.catch_warnings():  # DCP warns that it works in a single process, which is the intent
+        # DCP warns that it works in a single process, which is the intent
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load({MANIFEST: buffer}, storage_reader=reader, no_dist=True)
     except CheckpointException as error:

@@ -1,6 +1,6 @@
 """Removing saves of one directory, for `keep_latest` and `remove_checkpoints`: what may go, in which order, and how.
 
-A save stays where a symbolic link in the directory names it, or a save that stays needs it, as a delta needs its base.
+A save stays if a symbolic link in the directory names it, or a save that stays needs it, as a delta needs its base.
 Each goes before those that it needs, and its `.metadata` before its data: wherever this is interrupted, what is left
 loads or is no checkpoint.
 """
@@ -28,29 +28,30 @@ def remove_unneeded(directory: Path, saves: Sequence[Path], staying: Sequence[Pa
         staying: what stays in any case.
         needs: asked about what stays and about what goes, before anything is removed.
     """
-    spared = _spared(directory, saves, staying, needs)
+    spared = _find_spared(directory, saves, staying, needs)
     removed = [path for path in saves if path not in spared]
-    _remove(_users_first(removed, needs), [*staying, *spared])
+    _remove(_order_users_first(removed, needs), [*staying, *spared])
     return removed
 
 
 def linked(directory: Path) -> set[Path]:
-    """What symbolic links in the directory name."""
+    """Return what symbolic links in the directory name."""
     return {path.resolve() for path in directory.iterdir() if path.is_symlink()}
 
 
 def is_save(path: Path) -> bool:
-    """Whether a directory has a `.metadata`; of one that may not be looked into nobody can tell."""
+    """Return whether a directory has a `.metadata`; False if nobody may look into it."""
     try:
         return (path / METADATA).is_file()
     except OSError:
         return False
 
 
-def _spared(directory: Path, saves: Iterable[Path], staying: Iterable[Path], needs: Needs) -> set[Path]:
-    """Those of the saves that must stay because of a link, or of others that stay."""
+def _find_spared(directory: Path, saves: Iterable[Path], staying: Iterable[Path], needs: Needs) -> set[Path]:
+    """Return those of the saves that must stay because of a link, or of others that stay."""
     by_place = {path.resolve(): path for path in saves}
     found = {by_place[place] for place in linked(directory) if place in by_place}
+    # what is spared needs others in turn
     waiting = [*staying, *found]
     while waiting:
         for place in needs(waiting.pop()):
@@ -61,8 +62,8 @@ def _spared(directory: Path, saves: Iterable[Path], staying: Iterable[Path], nee
     return found
 
 
-def _users_first(removed: Sequence[Path], needs: Needs) -> list[Path]:
-    """Each before those that it needs, so that an interruption leaves none without."""
+def _order_users_first(removed: Sequence[Path], needs: Needs) -> list[Path]:
+    """Order saves, each before those that it needs, so that an interruption leaves none without."""
     by_place = {path.resolve(): path for path in removed}
     users: dict[Path, set[Path]] = {path: set() for path in removed}
     for path in removed:
@@ -71,7 +72,8 @@ def _users_first(removed: Sequence[Path], needs: Needs) -> list[Path]:
                 users[by_place[place]].add(path)
     try:
         return list(TopologicalSorter(users).static_order())
-    except CycleError:  # they need each other, and go together
+    # they need each other, and go together
+    except CycleError:
         return list(removed)
 
 
@@ -88,6 +90,7 @@ def _remove(saves: Iterable[Path], staying: Iterable[Path]) -> None:
         sync(path)
         sync_name(path)
     for path in saves:
+        # durable before the data go: a save whose data are gone in part must not look like a whole one
         (path / METADATA).unlink()
         sync(path)
         shutil.rmtree(path)

@@ -49,7 +49,7 @@ class Skipped:
     reason: str
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         return f"{self.path.name}: {self.reason}"
 
 
@@ -58,8 +58,8 @@ class LatestVerified:
     """What `latest_verified` found.
 
     Attributes:
-        path: the newest save that verifies; None where there is none.
-        skipped: the newer directories that were passed over, newest first; all of them where path is None.
+        path: the newest save that verifies; None if there is none.
+        skipped: the newer directories that were passed over, newest first; all of them if path is None.
 
     Example:
         ```python
@@ -106,7 +106,7 @@ def latest_verified(
     newest: Order = "written",
     group: dist.ProcessGroup | None = None,
 ) -> LatestVerified:
-    """The newest save among the subdirectories that verifies; damaged, half-written and foreign ones are passed over.
+    """Return the newest save in the subdirectories that verifies; pass over damaged, half-written and foreign ones.
 
     A save into the directory may be under way. In a distributed job all ranks call it: rank 0 reads, the others wait
     for as long as that takes, so give it a group whose timeout allows for it.
@@ -120,7 +120,7 @@ def latest_verified(
         group: the ranks that call it; None: the default group, or this process alone.
 
     Returns:
-        The save and what was passed over; path None where no save verifies.
+        The save and what was passed over; path None if no save verifies.
 
     Raises:
         FileNotFoundError: no such directory.
@@ -157,7 +157,7 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
     needs: Needs | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Retained:
-    """Remove the saves that are older than the newest `keep` that verify; nothing where fewer than `keep` verify.
+    """Remove the saves that are older than the newest `keep` that verify; nothing if fewer than `keep` verify.
 
     What has no `.metadata` is never removed, nor what a symbolic link in the directory names, nor what a save that
     stays needs; deltas in other directories are not looked for. A save is removed `.metadata` first: if that is
@@ -208,6 +208,7 @@ def keep_latest(  # noqa: PLR0913 - options of one operation
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep_latest: keep={keep!r}, expected a whole number from 1 on")
     _check(level, newest)
+    # one rank reads and removes: with many, each would read everything, and they could choose differently
     with waited_for(group, "keep_latest", IN_GROUP):
         return on_first(group, tidy)
 
@@ -219,19 +220,21 @@ def _check(level: Level, newest: Order) -> None:
 
 
 def _candidates(directory: Path, newest: Order) -> list[Path]:
-    """The subdirectories, newest first; links to one another are left out."""
+    """Return the subdirectories, newest first, without links to one another."""
     if (directory / METADATA).exists():
         raise ValueError(f"{directory} is a checkpoint itself; give the directory that its saves are in")
     found = sorted(directory.iterdir())
     here = directory.resolve()
+    # a save that a link names is there under its own name
     own = [path for path in found if path.is_dir() and not (path.is_symlink() and path.resolve().parent == here)]
     return sorted(own, key=lambda path: _age(path, newest), reverse=True)
 
 
 def _age(path: Path, newest: Order) -> tuple[int, int]:
-    """What is larger for a newer save."""
+    """Return what is larger for a newer save."""
     numbers = NUMBER.findall(path.name)
     number, written = int(numbers[-1]) if numbers else -1, 0
+    # `.metadata` is written last, so its time is that of the save; without it a directory has only its own
     for file in (path / METADATA, path):
         try:
             written = file.stat().st_mtime_ns
@@ -242,13 +245,13 @@ def _age(path: Path, newest: Order) -> tuple[int, int]:
 
 
 def _newest_verified(candidates: Iterable[Path], count: int, level: Level) -> Retained:
-    """The first `count` that verify, and what was passed over before the last of them; warns of that."""
+    """Return the first `count` that verify, and what was passed over before the last of them; warn of that."""
     verified: list[Path] = []
     skipped: list[Skipped] = []
     for path in candidates:
         if len(verified) == count:
             break
-        reason = _reason(path, level)
+        reason = _why_unverified(path, level)
         if reason is None:
             verified.append(path)
         else:
@@ -259,8 +262,8 @@ def _newest_verified(candidates: Iterable[Path], count: int, level: Level) -> Re
     return Retained(tuple(verified), (), (), tuple(skipped))
 
 
-def _reason(path: Path, level: Level) -> str | None:
-    """Why a directory is no save that verifies; None where it is one."""
+def _why_unverified(path: Path, level: Level) -> str | None:
+    """Return why a directory is no save that verifies; None if it is one."""
     try:
         if not (path / METADATA).exists():
             begun = any(file.name.endswith((".distcp", ".tmp")) for file in path.iterdir())
@@ -275,20 +278,21 @@ def _reason(path: Path, level: Level) -> str | None:
 
 
 def _needed_by(save: Path, directory: Path, told: Needs) -> list[Path]:
-    """What one save cannot do without: the base of a delta, and what the caller tells."""
-    return [*_bases(save), *(_place(save, other, directory) for other in told(save))] if is_save(save) else []
+    """Return what one save cannot do without: the base of a delta, and what the caller tells."""
+    return [*_find_bases(save), *(_find_place(save, other, directory) for other in told(save))] if is_save(save) else []
 
 
-def _place(save: Path, other: str | os.PathLike[str], directory: Path) -> Path:
+def _find_place(save: Path, other: str | os.PathLike[str], directory: Path) -> Path:
     path = Path(other)
+    # a bare name is that of a save in the directory
     place = (directory / path if len(path.parts) == 1 else path).resolve()
     if not place.exists():
         raise ValueError(f"{save.name} needs {other}, which is not there; nothing has been removed")
     return place
 
 
-def _bases(save: Path) -> list[Path]:
-    """The full save that a delta cannot be read without; none for others."""
+def _find_bases(save: Path) -> list[Path]:
+    """Return the full save that a delta cannot be read without; none for others."""
     try:
         link = base_of(SafeFileSystemReader(save).read_metadata())
     except (OSError, ValueError) as error:

@@ -1,13 +1,14 @@
-"""Whether a checkpoint is complete and sound, told without a model and without a process group.
+"""Is a checkpoint complete and sound? Told without a model and without a process group.
 
     metadata      it is there, its records make sense, every chunk has a file
     tensors       chunks cover each one exactly (dcp_adapters/plain/tiling.py)
     manifest      both copies agree; every entry has its parts in the right dtype and shape; no part without an entry
-    files         there, inside of the directory, long enough; chunks do not share bytes
+                  (manifest_faults.py)
+    files         there, inside of the directory, long enough; chunks do not share bytes (file_check.py)
     base          of a delta: it is there, and is what it was; its own data are read as far as the delta needs them
     chunks        each is read once: dtype, shape, checksum, and for parts the values (part_values.py)
-    digests       where the manifest has some: of each tensor, from the sums of its chunks
-    meaning       where asked for, and the bytes are sound: deep.py
+    digests       if the manifest has some: of each tensor, from the sums of its chunks (digest_check.py)
+    meaning       if asked for, and the bytes are sound (deep.py)
 
 Nothing stops at the first fault: what cannot be read becomes a finding, and the rest is read. One chunk at a time is
 in memory.
@@ -15,7 +16,7 @@ in memory.
 
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
@@ -30,6 +31,7 @@ from dcp_adapters.records.soundness import Level, check_level
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.deep import and_deep
 from dcp_adapters.stored.digest_check import DigestCheck
+from dcp_adapters.stored.file_check import check_files
 from dcp_adapters.stored.findings import Finding, VerifyReport
 from dcp_adapters.stored.manifest_faults import manifest_faults
 from dcp_adapters.stored.part_values import value_fault
@@ -42,7 +44,7 @@ from dcp_adapters.stored.reading.metadata_checks import (
     holding_faults,
     length_faults,
 )
-from dcp_adapters.stored.reading.places import contradiction, cut_off_fault, look_at, shared_places, sharing_message
+from dcp_adapters.stored.reading.places import contradiction
 from dcp_adapters.stored.reading.reader import read_metadata_file
 from dcp_adapters.stored.reading.tensor_archive import FileSlice, read_header
 from dcp_adapters.torch_private import is_marked
@@ -64,8 +66,8 @@ def verify(
 
     Args:
         checkpoint: the directory.
-        level: "bytes"; "deep" or "own_scales" reads the quantized tensors and the masters once more, where the bytes
-            are sound, and asks what soundness.py says.
+        level: "bytes"; "deep" or "own_scales" reads the quantized tensors and the masters once more, if the bytes are
+            sound, and asks what soundness.py says.
         progress: called after each chunk with (bytes read, bytes in all).
 
     Returns:
@@ -108,93 +110,39 @@ class _Verification:
         self.base: Base | None = None
 
     def run(self) -> VerifyReport:
-        """All checks, in the order of the module's docstring."""
-        self.found(holding_faults(self.metadata))
-        waiting = self.look_at_files()
+        """Run all checks, in the order of the module's docstring."""
+        self.add_faults(holding_faults(self.metadata))
+        waiting, findings = check_files(self.directory, self.metadata.storage_data, self.known)
+        self.findings += findings
+        # the checkpoint's own entries first: what they say is compared with every chunk that follows
         own = (CHECKSUMS, MANIFEST)
         for entry in own:
             self.read_chunks([index for index in waiting if index.fqn == entry])
             (self.take_checksums if entry == CHECKSUMS else self.take_manifest)()
-        self.found([fault for index, fault in length_faults(self.metadata).items() if not self.is_archive(index)])
+        # asked when the table is there: it tells which chunks are archives of another library's class, of any length
+        self.add_faults([fault for index, fault in length_faults(self.metadata).items() if not self.is_archive(index)])
         marked = {index for index in waiting if is_marked(self.metadata.storage_data[index])}
-        lost = marked if marked and not self.found_base() else set()
+        lost = marked if marked and not self.open_base() else set()
         self.read_chunks([index for index in waiting if index.fqn not in own and index not in lost])
         self.compare_rows()
-        self.found(self.digests.faults())
+        self.add_faults(self.digests.faults())
         if left := self.digests.unrecorded():
             message = f"the manifest has digests, and none of {len(left)} tensors"
             self.add("", few_of(left, SHOWN), message, "warning")
         if not self.records.keys() - {CHECKSUMS, MANIFEST}:
             self.add(METADATA, "", "it holds no tensors and no other entries: there was nothing to verify")
         tensors = sum(isinstance(record, TensorStorageMetadata) for record in self.records.values())
-        findings = tuple(self.findings)
-        return VerifyReport(str(self.directory), findings, tensors, self.chunks, self.bytes, self.checksums)
+        counts = tensors, self.chunks, self.bytes, self.checksums
+        return VerifyReport(str(self.directory), tuple(self.findings), *counts)
 
     def add(self, file: str, entry: str, message: str, severity: Literal["error", "warning"] = "error") -> None:
         """Add a finding."""
         self.findings.append(Finding(severity, file, entry, message))
 
-    def found(self, faults: Iterable[Fault]) -> None:
+    def add_faults(self, faults: Iterable[Fault]) -> None:
         """Add what pure checks found."""
         for fault in faults:
             self.add(fault.file, fault.entry, fault.message)
-
-    # -- files ---------------------------------------------------------------------------------------------------------
-
-    def look_at_files(self) -> list[MetadataIndex]:
-        """Check every file; the chunks that can be read, in the order in which they stand there."""
-        by_file: dict[str, list[MetadataIndex]] = {}
-        for index, info in self.metadata.storage_data.items():
-            by_file.setdefault(info.relative_path, []).append(index)
-            if index not in self.known:
-                message = "bytes are stored for a chunk that no tensor has"
-                self.add(info.relative_path, chunk_in_words(index), message)
-        waiting = []
-        for name in sorted(by_file):
-            size, indices = look_at(self.directory, name), sorted(by_file[name], key=self.place)
-            if not isinstance(size, int):
-                held = sorted({index.fqn for index in indices})
-                message = "the file is missing" if size is None else size.message
-                self.add(name, few_of(held, SHOWN), message)
-                continue
-            waiting += [index for index in self.within(name, size, indices) if index in self.known]
-        self.stray_files(by_file)
-        return waiting
-
-    def place(self, index: MetadataIndex) -> tuple[int, int]:
-        """Where a chunk begins and ends in its file."""
-        info = self.metadata.storage_data[index]
-        return info.offset, info.offset + info.length
-
-    def within(self, file: str, size: int, indices: list[MetadataIndex]) -> list[MetadataIndex]:
-        """The chunks of a file, sorted by place, that end inside of it; overlaps are found here, too."""
-        shared = shared_places([self.metadata.storage_data[index] for index in indices])
-        self.found(
-            [
-                Fault(file, chunk_in_words(indices[n]), sharing_message(start, indices[other]))
-                for n, other, start in shared
-            ]
-        )
-        inside = []
-        for index in indices:
-            _, end = self.place(index)
-            if end > size:
-                self.found([cut_off_fault(file, index, end, size)])
-            else:
-                inside.append(index)
-        return inside
-
-    def stray_files(self, known: Mapping[str, Any]) -> None:
-        """Data files that nothing refers to: a warning, since an earlier save may have left them."""
-        try:
-            names = sorted(path.name for path in self.directory.iterdir() if path.suffix == ".distcp")
-        except OSError as error:
-            self.add("", "", f"the directory can not be listed: {error}")
-            return
-        message = f"{METADATA} does not refer to it: left over from an earlier save"
-        for name in names:
-            if name not in known:
-                self.add(name, "", message, "warning")
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
@@ -212,7 +160,8 @@ class _Verification:
                         stream = (self.directory / info.relative_path).open("rb")
                         opened = info.relative_path
                     self.check_chunk(index, info, FileSlice(stream, info.offset, info.length))
-                except Exception as error:  # noqa: BLE001 - damaged archives raise errors of all kinds
+                # damaged archives raise errors of all kinds
+                except Exception as error:  # noqa: BLE001
                     kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
                     message = f"it can not be read: {kind}{error}"
                     self.add(info.relative_path, chunk_in_words(index), message)
@@ -223,7 +172,7 @@ class _Verification:
                 stream.close()
 
     def check_chunk(self, index: MetadataIndex, info: Any, chunk: FileSlice) -> None:
-        """One chunk: what it is, its checksum, its values."""
+        """Check one chunk: what it is, its checksum, its values."""
         record = self.records[index.fqn]
         data: Tensor | io.BytesIO
         if self.is_archive(index):
@@ -238,6 +187,7 @@ class _Verification:
             wrong = contradiction((header.dtype, header.shape), record.properties.dtype, self.known[index])
             if wrong is not None:
                 raise ValueError(wrong)
+            # read only now that the header fits: a crafted archive could ask for more memory than there is
             data = torch.load(cast("IO[bytes]", chunk), map_location="cpu", weights_only=True)
         else:
             data = io.BytesIO(chunk.read())
@@ -255,8 +205,8 @@ class _Verification:
             if message is not None:
                 self.add(info.relative_path, chunk_in_words(index), message)
 
-    def found_base(self) -> bool:
-        """Whether the base of a delta could be opened; if not, that is a finding, and what needs it is not read."""
+    def open_base(self) -> bool:
+        """Open the base of a delta; return whether that worked. If not, it is a finding; what needs it is not read."""
         link = self.digests.manifest.base
         try:
             if link is None:
@@ -267,11 +217,11 @@ class _Verification:
         return self.base is not None
 
     def is_archive(self, index: MetadataIndex) -> bool:
-        """Whether the table has the bytes of a chunk's archive, which holds a tensor of another library's class."""
+        """Return whether the table digests a chunk's archive, which holds a tensor of another library's class."""
         return self.rows is not None and chunk_key(index, archive=True) in self.rows
 
     def compare(self, index: MetadataIndex, file: str, data: Tensor | io.BytesIO) -> None:
-        """A chunk's bytes and its row in the table."""
+        """Compare a chunk's bytes with its row in the table."""
         assert self.rows is not None
         expected = self.rows.get(chunk_key(index, archive=self.is_archive(index)))
         if expected is None:
@@ -284,8 +234,8 @@ class _Verification:
 
     # -- the checkpoint's own entries ----------------------------------------------------------------------------------
 
-    def whole(self, name: str) -> Tensor | None:
-        """An entry of the checkpoint's own, its chunks joined along dim 0; None where it is missing or unreadable."""
+    def join_chunks(self, name: str) -> Tensor | None:
+        """Join the chunks of an entry of the checkpoint's own along dim 0; None if it is missing or unreadable."""
         pieces = sorted(
             (index for index in self.known if index.fqn == name), key=lambda index: tuple(index.offset or ())
         )
@@ -300,12 +250,12 @@ class _Verification:
             return None
 
     def take_checksums(self) -> None:
-        """The table, as a dict."""
+        """Take the table of checksums, as a dict."""
         if CHECKSUMS not in self.records:
             message = "there is none: changed bytes can not be found (save with QuantizedSavePlanner(checksums=True))"
             self.add("", CHECKSUMS, message, "warning")
             return
-        table = self.whole(CHECKSUMS)
+        table = self.join_chunks(CHECKSUMS)
         if table is None:
             return  # that it cannot be read has been reported
         if table.dtype != torch.uint8 or table.ndim != 2 or table.shape[1] != ROW:
@@ -318,7 +268,8 @@ class _Verification:
             self.add("", CHECKSUMS, f"{repeated} rows repeat the chunk of an earlier row, expected one each")
 
     def compare_rows(self) -> None:
-        """Rows that belong to no chunk."""
+        """Look for rows that belong to no chunk."""
+        # the key of a row also says whether it digests a chunk's values or its archive
         chunks = {chunk_key(index, archive=archive) for index in self.known for archive in (False, True)}
         left = [key.hex() for key in self.rows or () if key not in chunks]
         if left:
@@ -326,13 +277,13 @@ class _Verification:
             self.add("", CHECKSUMS, message)
 
     def take_manifest(self) -> None:
-        """Both copies of the manifest, which must agree, and what they say of the stored tensors."""
+        """Take both copies of the manifest, which must agree, and look what they say of the stored tensors."""
         copies = []
         try:
             copies.append(manifest_of(self.metadata))
         except ValueError as error:
             self.add(METADATA, MANIFEST, str(error))
-        entry = self.whole(MANIFEST)
+        entry = self.join_chunks(MANIFEST)
         try:
             copies.append(None if entry is None else Manifest.from_tensor(entry))
         except ValueError as error:
@@ -347,8 +298,9 @@ class _Verification:
             differing = [name for name, one, other in zip(names, *said, strict=True) if one != other]
             message = f"the entry and the planner data in {METADATA} differ about {', '.join(differing[:SHOWN])}"
             self.add(METADATA, MANIFEST, message)
+        # of two that differ the entry counts: it is the one that a checksum covers
         for manifest in manifests[-1:] or [Manifest()]:
             self.digests.manifest = manifest
-            self.found(manifest_faults(manifest, self.metadata))
+            self.add_faults(manifest_faults(manifest, self.metadata))
             for name, held in manifest.tensors.items():
                 self.specs |= {f"{name}.{spec.name}": spec for spec in specs_of(held.recipe)}

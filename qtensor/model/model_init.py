@@ -1,4 +1,4 @@
-"""Quantized parameters in third-party models: `quantized_model_init` while they are built, `quantize_` afterwards.
+"""Quantized parameters in third-party models while they are built (afterwards: built_model.py).
 
 `quantized_model_init` watches every parameter registration (torch's public registration hook) and replaces the weight
 of each nn.Linear by a quantized parameter as soon as it is registered. What the constructor then writes into it
@@ -11,9 +11,8 @@ both modules.
 """
 
 import logging
-import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,14 +26,12 @@ from torch.nn.modules.module import (
 )
 
 from fsdp_hooks.torch_private import local_of
-from fsdp_hooks.wrappers import plain_modules
 from qtensor.model.loading import watch_loads
-from qtensor.model.log import LOG, log_built, log_quantized
-from qtensor.model.routers import EXPERTS, GATES, is_router_class, left_alone, named_router, routers_of
+from qtensor.model.log import LOG, log_built
+from qtensor.model.routers import EXPERTS, GATES, is_router_class, named_router
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import APPEARANCE_DTYPES, check_shape, describe, keeps_history, registered, specs_of
-from qtensor.spec.selection import check_lists, matches, unmatched
 from qtensor.tensor.contents import initial_value, preserve, values_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor, quantize
 
@@ -99,7 +96,7 @@ def quantized_model_init(
             handle.remove()
     watch_loads(watch.modules())
     if LOG.isEnabledFor(logging.INFO):
-        log_built(recipe, [module for module in watch.modules() if _uses_linear(module)])
+        log_built(recipe, [module for module in watch.modules() if uses_linear(module)])
 
 
 class _Registrations:
@@ -123,7 +120,7 @@ class _Registrations:
     def __call__(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None:
             return None
-        is_linear_weight = _uses_linear(module) and name == "weight" and not is_router_class(module)
+        is_linear_weight = uses_linear(module) and name == "weight" and not is_router_class(module)
         if isinstance(param, QuantizedTensor | HighPrecisionWeight):
             if not is_linear_weight:
                 return self._untie(param)
@@ -207,10 +204,10 @@ class _Registrations:
         return count
 
     def _quantize(self, param: nn.Parameter) -> nn.Parameter:
-        _check_weight(param, self.recipe, "weight of nn.Linear")
+        check_weight(param, self.recipe, "weight of nn.Linear")
         if self.storage == "high_precision":
             return nn.Parameter(HighPrecisionWeight(param.detach(), self.recipe), requires_grad=param.requires_grad)
-        q = _meta(param, self.recipe) if param.is_meta else quantize(param, self.recipe)
+        q = quantize_weight(param, self.recipe)
         if self.preserve:
             preserve(q, param.detach().clone())
         return nn.Parameter(q, requires_grad=param.requires_grad)
@@ -235,7 +232,7 @@ def _routers_with(parent: nn.Module, name: str, child: nn.Module) -> list[nn.Mod
     beside = {**dict(parent.named_children()), name: child} if name == EXPERTS or name in GATES else {}
     if EXPERTS in beside:
         found += [inner for own in GATES if (inner := beside.get(own)) is not None]
-    return [module for module in found if _uses_linear(module)]
+    return [module for module in found if uses_linear(module)]
 
 
 def _refuse_dense_shards(module: nn.Module, param: nn.Parameter) -> None:
@@ -248,80 +245,6 @@ def _refuse_dense_shards(module: nn.Module, param: nn.Parameter) -> None:
             "(transformers' from_pretrained does this with a distributed_config); shard the model by fully_shard, and "
             "read the checkpoint by dcp.load with QuantizedLoadPlanner(on_mismatch='convert')"
         )
-
-
-def quantize_(
-    model: nn.Module, recipe: Recipe, *, include: Iterable[str] = ("*",), exclude: Iterable[str] = ()
-) -> list[str]:
-    """Replace nn.Linear weights of a built model by quantized parameters, in place; call it before fully_shard.
-
-    Args:
-        model: any module; tied weights, weights that are quantized already and adapters of peft are left alone.
-        recipe: how to quantize.
-        include: globs over module fqns ("lm_head", "model.layers.*.mlp.*"); every one must match some nn.Linear.
-            Routers, which choose experts (qtensor/model/routers.py), are taken if a pattern matches nothing else.
-        exclude: globs over the fqns of modules to leave out.
-
-    Returns:
-        The fqns of the parameters that were quantized, in model order: those of the plain model, without what wrappers
-        (torch.compile, activation checkpointing, DDP, peft) put into them, as patterns have them, too.
-
-    Raises:
-        ValueError: an include pattern matches no nn.Linear; a shape does not fit the blocks; a weight is sharded
-            already. Nothing has been changed then. An exclude pattern that matches nothing warns.
-        TypeError: a weight is not bf16, fp16 or fp32; a string instead of a list of patterns. Nothing has been changed.
-
-    Example:
-        ```python
-        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-        >>> quantize_(model, MXFP8BlockScaling(), exclude=["2"])
-        ['0.weight']
-        ```
-    """
-    registered(recipe)
-    check_lists("quantize_", include=include, exclude=exclude)
-    include, exclude = tuple(include), tuple(exclude)
-    linears: dict[str, Any] = {fqn: child for fqn, child in plain_modules(model) if _uses_linear(child)}
-    for pattern in unmatched(include, linears):
-        raise ValueError(f"quantize_: include pattern {pattern!r} matches no nn.Linear of the model")
-    for pattern in unmatched(exclude, linears):
-        warnings.warn(f"quantize_: exclude pattern {pattern!r} matches no nn.Linear of the model", stacklevel=2)
-    left = left_alone(routers_of(model, linears), linears, include)
-    # a weight that two modules hold stays as it is: the other one may be an embedding, which looks up rows
-    uses: dict[int, int] = {}
-    for child in model.modules():
-        for param in child._parameters.values():
-            uses[id(param)] = uses.get(id(param), 0) + 1
-
-    def why_dense(fqn: str, child: Any) -> str | None:
-        if not matches(fqn, include):
-            return "not included"
-        if matches(fqn, exclude):
-            return "excluded"
-        if fqn in left:
-            return "a router"
-        if isinstance(child.weight, QuantizedTensor | HighPrecisionWeight):
-            return "quantized already"
-        return "tied" if uses[id(child.weight)] > 1 else None
-
-    reasons = {fqn: why_dense(fqn, child) for fqn, child in linears.items()}
-    chosen = {f"{fqn}.weight".lstrip("."): child for fqn, child in linears.items() if reasons[fqn] is None}
-    for fqn, child in chosen.items():
-        # a shard that is quantized by itself would have scales of its own
-        if isinstance(child.weight, DTensor):
-            raise ValueError(
-                f"quantize_: {fqn} is a DTensor already; quantize before fully_shard and parallelize_module"
-            )
-        _check_weight(child.weight, recipe, fqn)
-    for child in chosen.values():
-        weight = child.weight
-        q = _meta(weight, recipe) if weight.is_meta else quantize(weight, recipe)
-        child.weight = nn.Parameter(q, requires_grad=weight.requires_grad)
-    watch_loads(model.modules() if chosen else ())
-    if LOG.isEnabledFor(logging.INFO):
-        dense = [(fqn, why) for fqn, why in reasons.items() if why is not None]
-        log_quantized("quantize_", recipe, [child.weight for child in chosen.values()], dense)
-    return list(chosen)
 
 
 def high_precision_init_val(param: Tensor) -> Tensor | None:
@@ -359,20 +282,23 @@ def clear_high_precision_init_val(param: Tensor) -> None:
         preserve(local, None)
 
 
-def _uses_linear(module: nn.Module) -> bool:
+def uses_linear(module: nn.Module) -> bool:
     """Return whether a module hands its weight to F.linear: MultiheadAttention reads out_proj.weight directly."""
     return isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
-def _check_weight(weight: Tensor, recipe: Recipe, what: str) -> None:
+def check_weight(weight: Tensor, recipe: Recipe, what: str) -> None:
+    """Raise ValueError if a weight's shape does not fit the blocks, TypeError if its dtype is not a floating one."""
     check_shape(weight.shape, recipe, what)
     if weight.dtype not in APPEARANCE_DTYPES:
         raise TypeError(f"{what} is {weight.dtype}; expected bfloat16, float16 or float32")
 
 
-def _meta(param: Tensor, recipe: Recipe) -> QuantizedTensor:
-    """Return a quantized tensor without bytes, shaped like `param`."""
+def quantize_weight(weight: Tensor, recipe: Recipe) -> QuantizedTensor:
+    """Quantize a weight; one on the meta device becomes a quantized tensor without bytes."""
+    if not weight.is_meta:
+        return quantize(weight, recipe)
     parts = {
-        spec.name: torch.empty(spec.shape(param.shape), dtype=spec.dtype, device="meta") for spec in specs_of(recipe)
+        spec.name: torch.empty(spec.shape(weight.shape), dtype=spec.dtype, device="meta") for spec in specs_of(recipe)
     }
-    return QuantizedTensor.from_parts(parts, recipe, param.dtype)
+    return QuantizedTensor.from_parts(parts, recipe, weight.dtype)

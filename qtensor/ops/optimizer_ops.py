@@ -1,4 +1,4 @@
-"""What torch's own optimizers do to a parameter besides updating it in place (for that see table.py).
+"""What torch's own optimizers do to a parameter besides updating it in place (for that see in_place.py).
 
     gradient + weight_decay * parameter     a PLAIN gradient, from the dequantized weight
     fused kernels                           raise: they would read the payload as values

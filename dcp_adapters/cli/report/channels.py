@@ -1,7 +1,7 @@
 """Rows and columns of a matrix that stand out: outlier channels, and rows of zeros.
 
 A channel is a row (an output of a linear) or a column (an input); dims before the last are rows. Its amax is the
-largest finite |value| in it. It is an outlier where its amax is more than FACTOR times the median of those of its axis
+largest finite |value| in it. It is an outlier if its amax is more than FACTOR times the median of those of its axis
 (of an even number the lower of the two in the middle), not counting channels of zeros. With fewer than CHANNELS others
 there is no meaningful median, and no channel is an outlier.
 """
@@ -34,8 +34,9 @@ class Channels:
         self.not_finite = 0
 
     def add(self, tile: Tile) -> None:
-        """One piece."""
+        """Add one piece."""
         finite = tile.values.isfinite()
+        # one infinity would hide every other value of its row and its column
         magnitudes = torch.where(finite, tile.values.abs(), 0.0)  # [rows, columns]
         rows, columns = self._amax["row"][tile.rows], self._amax["column"][tile.columns]
         rows.copy_(torch.maximum(rows, magnitudes.amax(1).double()))
@@ -49,7 +50,7 @@ class Channels:
         return int(((self._amax["row"] == 0) & ~self._broken).sum()) if len(self._amax["column"]) else 0
 
     def outliers(self, axis: Axis) -> tuple[int, tuple[Outlier, ...]]:
-        """How many there are, and the largest of them, the first of equals first."""
+        """Return how many there are, and the largest of them, the first of equals first."""
         amax, median = self._amax[axis], self._median(axis)
         if median is None:
             return 0, ()
@@ -60,7 +61,7 @@ class Channels:
         )
 
     def profile(self, axis: Axis) -> Profile | None:
-        """The amaxes over their median; None where there is none."""
+        """Return the amaxes over their median; None if there is none."""
         median = self._median(axis)
         if median is None:
             return None

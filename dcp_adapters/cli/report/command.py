@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     target = None
     if arguments.output is not None or not arguments.json:
         target = Path(arguments.output or f"{checkpoint.path.resolve().name}-report.html")
-        templates()  # what is missing is told now, not when all has been measured
+        # a package that is missing is told of now, not when all has been measured
+        templates()
         if target.is_dir() or not target.parent.is_dir():
             raise ValueError(f"{target}: expected a file in a directory that exists")
     total = sum(tensor.nbytes for tensor in inspect_checkpoint(checkpoint, arguments.match).tensors)

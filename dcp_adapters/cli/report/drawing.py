@@ -54,7 +54,7 @@ class Picture(NamedTuple):
 
 
 def heat_map(grid: Grid) -> Picture:
-    """The lowest SNR of each kind in each layer; the lower it is, the stronger the colour."""
+    """Draw the lowest SNR of each kind in each layer; the lower it is, the stronger the colour."""
     low, high = snr_range([cell.worst for cell in grid.cells.values()])
     names = labels(grid.kinds)
     left, row = 190, 26
@@ -68,7 +68,7 @@ def heat_map(grid: Grid) -> Picture:
     for (kind, column), one in grid.cells.items():
         wide = cell if column is not None else min(max(cell, 60.0), WIDTH - left)
         strength = min(max((high - badness(one.worst)) / (high - low), 0.0), 1.0)
-        boxes.append(_heat_cell(one, left + cell * (column or 0), grid.kinds.index(kind) * row, wide, strength))
+        boxes.append(_draw_cell(one, left + cell * (column or 0), grid.kinds.index(kind) * row, wide, strength))
     step = next(step for step in (1, 2, 5) if step * cell >= 26)  # room for a number; there are at most 100 columns
     texts += [
         Text(left + cell * (column + 0.5), bottom + 18, str(grid.layers[column]), anchor="middle")
@@ -89,7 +89,7 @@ def heat_map(grid: Grid) -> Picture:
 
 
 def histogram(counts: Mapping[int, int], span: tuple[int, int] | None = None) -> Picture:
-    """Shares of scales in each power of two; `span`: the first and the last that there can be."""
+    """Draw shares of scales in each power of two; `span`: the first and the last that there can be."""
     total, low, high = sum(counts.values()), min(counts), max(counts)
     if span is not None:
         low, high = min(low, span[0]), max(high, span[1])
@@ -105,10 +105,11 @@ def histogram(counts: Mapping[int, int], span: tuple[int, int] | None = None) ->
         lines.append((left, y, "grid"))
         texts.append(Text(left - 6, y + 4, f"{100 * share:.3g}%", anchor="end"))
     for exponent, count in sorted(counts.items()):
-        tall = max((base - above) * count / total / most, 1.0)  # rare is not never
+        # a rare power must not look like one that never occurs
+        tall = max((base - above) * count / total / most, 1.0)
         x, percent = left + slot * (exponent - low), 100 * count / total
         title = f"{_power_of_two(exponent)} to {_power_of_two(exponent + 1)}: {count:,} ({percent:.3g}%)"
-        # At most two digits, so that they fit over the bar.
+        # at most two digits, so that they fit over the bar
         words = f"{percent:.0f}" if percent >= 9.5 else f"{percent:.1g}" if percent >= 0.095 else "<.1"
         text = Text(x + slot / 2, base - tall - 4, words, anchor="middle")
         boxes.append(Box(x + slot * 0.08, base - tall, slot * 0.84, tall, "bar", title=title, text=text))
@@ -121,7 +122,7 @@ def histogram(counts: Mapping[int, int], span: tuple[int, int] | None = None) ->
 
 
 def profile(found: Profile) -> Picture:
-    """Amaxes of channels over their median, on a logarithmic axis, outliers in another colour."""
+    """Draw amaxes of channels over their median, on a logarithmic axis, outliers in another colour."""
     top, floor = math.log2(max(*found.bins, 2 * FACTOR)), -1.0  # half the median
     width, height, left, base, above = 340, 120, 34, 100, 8
 
@@ -152,18 +153,18 @@ def profile(found: Profile) -> Picture:
 
 
 def snr_range(tensors: Sequence[TensorReport]) -> tuple[float, float]:
-    """The ends of the scale of colours, in dB."""
+    """Return the ends of the scale of colours, in dB."""
     known = [tensor.snr_db for tensor in tensors if tensor.snr_db is not None]
     low, high = (min(known), max(known)) if known else (0.0, LEAST_RANGE)
     return min(low, high - LEAST_RANGE), high
 
 
 def _power_of_two(exponent: int) -> str:
-    """Like 2^-9, with a raised exponent."""
+    """Write a power of two with a raised exponent."""
     return f"2{str(exponent).translate(_SUPERSCRIPTS)}"
 
 
-def _heat_cell(cell: Cell, x: float, y: float, wide: float, strength: float) -> Box:
+def _draw_cell(cell: Cell, x: float, y: float, wide: float, strength: float) -> Box:
     worst = badness(cell.worst)
     words = f"{worst:.1f}" if math.isfinite(worst) else "equal" if worst > 0 else "-"
     unit = " dB" if math.isfinite(worst) else ""

@@ -44,7 +44,7 @@ _TYPES: dict[torch.dtype | None, _ElementType] = {
 
 
 def counts_elements(recipe: Recipe) -> bool:
-    """Whether the elements of a format are of a type that is counted here."""
+    """Return whether the elements of a format are of a type that is counted here."""
     payload, *others = specs_of(recipe)
     return payload.numbers in _TYPES and bool(others)
 
@@ -65,13 +65,13 @@ class ElementCounts:
         self._packed = payload.block == 2
         self._block = scale.block if scale.per_row else 0
         self.rows, columns = matrix_shape(self.shape)
-        # Blocks that have such an element; square ones end with each matrix, and so may lie in several pieces.
+        # square blocks that have such an element: they end with each matrix, and so may lie in several pieces
         self._group, self._height = row_multiple(self.recipe), self.shape[-2] if len(self.shape) > 1 else 1
         self._taken = 0
         groups = self.rows // max(self._height, 1) * -(-self._height // self._group) if self._group > 1 else 0
         blocks = -(-columns // self._block) if self._block else 0
         self._squares_taken = torch.zeros((groups, blocks), dtype=torch.bool, device="cpu")
-        # One scale a row or one for all: their elements may lie in several pieces.
+        # one scale a row or one for all: their elements may lie in several pieces
         self._rows_taken = torch.zeros(self.rows if scale.per_row else 1, dtype=torch.bool, device="cpu")
 
     @property
@@ -80,7 +80,7 @@ class ElementCounts:
         return self.at_largest - self._taken - int(self._squares_taken.sum()) - int(self._rows_taken.sum())
 
     def add(self, tile: Tile, reference: Tensor | None) -> None:
-        """One piece, with the dense values of that piece where there are some."""
+        """Add one piece, with the dense values of that piece if there are some."""
         codes = tile.parts["payload"].view(torch.uint8)
         if self._packed:
             codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
@@ -90,7 +90,8 @@ class ElementCounts:
         if not self._packed:
             self.nan_codes += int((magnitudes > self._type.largest).sum())
         if self._block:
-            padded = F.pad(largest, (0, -largest.shape[-1] % self._block))  # the last may hold fewer
+            # the last block of a row may hold fewer elements
+            padded = F.pad(largest, (0, -largest.shape[-1] % self._block))
             blocks = padded.unflatten(-1, (-1, self._block)).any(-1)  # [rows, blocks]
             if self._group > 1:
                 self._take_squares(blocks.cpu(), tile)
@@ -101,13 +102,14 @@ class ElementCounts:
         else:
             self._rows_taken |= largest.any()
         if reference is not None:
+            # decoding a payload of largest elements gives the limit of every element, whatever scales the format has
             payload = torch.full_like(tile.parts["payload"].view(torch.uint8), self._type.fill)
             parts = {**tile.parts, "payload": payload.view(tile.parts["payload"].dtype)}
             limit = decoded_parts(parts, self.recipe).double().mul_(self._type.slack)
             self.clipped += int((reference.double().abs() > limit).sum())  # under a NaN scale: none
 
     def _take_squares(self, blocks: Tensor, tile: Tile) -> None:
-        """blocks: bool [rows of the piece, blocks], which of them have an element at the largest."""
+        """Mark squares that have an element at the largest; `blocks`: bool [rows of the piece, blocks], which do."""
         rows = torch.arange(tile.rows.start, tile.rows.start + len(blocks), dtype=torch.int64, device="cpu")
         of_matrix = rows // self._height * -(-self._height // self._group)
         first = tile.columns.start // self._block

@@ -40,7 +40,7 @@ class Grid:
 
 
 def kind_and_layer(name: str) -> tuple[str, int | None]:
-    """The name with `*` for its numbers, and the first of them."""
+    """Return the name with `*` for its numbers, and the first of them."""
     words = name.split(".")
     numbers = [int(word) for word in words if word.isdecimal() and len(word) < 10]
     kind = ".".join("*" if word.isdecimal() else word for word in words)
@@ -48,7 +48,7 @@ def kind_and_layer(name: str) -> tuple[str, int | None]:
 
 
 def grid_of(tensors: Sequence[TensorReport]) -> Grid:
-    """The grid of all compared tensors, in the order they come; kinds that are exact are left out, uncounted."""
+    """Return the grid of all compared tensors, in the order they come, without kinds that are exact."""
     placed: dict[str, list[tuple[int | None, TensorReport]]] = {}
     for tensor in tensors:
         if tensor.error is not None:
@@ -58,7 +58,8 @@ def grid_of(tensors: Sequence[TensorReport]) -> Grid:
     worst = sorted(placed, key=lambda kind: min(badness(tensor) for _, tensor in placed[kind]))[:ROWS]
     kinds = tuple(kind for kind in placed if kind in set(worst))
     layers = sorted({layer for kind in kinds for layer, _ in placed[kind] if layer is not None})
-    ordinal = {layer: index for index, layer in enumerate(layers)}  # numbers may be far apart
+    # by their order, since the numbers of a checkpoint may be far apart
+    ordinal = {layer: index for index, layer in enumerate(layers)}
     per_column = max(-(-len(layers) // COLUMNS), 1)
     together: dict[tuple[str, int | None], list[TensorReport]] = {}
     for kind in kinds:
@@ -70,14 +71,14 @@ def grid_of(tensors: Sequence[TensorReport]) -> Grid:
 
 
 def badness(tensor: TensorReport) -> float:
-    """What tensors are sorted by, the worst first: SNR; without a number it is the worst, or the best if exact."""
+    """Return what tensors are sorted by, the worst first: SNR; without one, the worst, or the best if exact."""
     if tensor.snr_db is not None:
         return tensor.snr_db
     return float("inf") if tensor.exact else float("-inf")
 
 
 def labels(kinds: Sequence[str]) -> dict[str, str]:
-    """Kinds without the words that all of them begin with, and without a last `.weight`."""
+    """Return kinds without the words that all of them begin with, and without a last `.weight`."""
     words = [kind.split(".") for kind in kinds if "*" in kind]
     common = 0
     while words and all(len(some) > common + 2 and some[common] == words[0][common] for some in words):
@@ -89,7 +90,7 @@ def labels(kinds: Sequence[str]) -> dict[str, str]:
 
 
 def middle_left_out(name: str, length: int = 72) -> str:
-    """A name with its middle left out where it is long."""
+    """Return a name, with its middle left out if it is long."""
     if len(name) <= length:
         return name
     end = length * 2 // 3

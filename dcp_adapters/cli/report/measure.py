@@ -66,7 +66,7 @@ def measure_checkpoint(
     return CheckpointReport(
         path=found.path,
         against=None if against is None else str(against.path),
-        tensors=list(_measured(checkpoint, against, found.tensors, advance)),
+        tensors=list(_measure_each(checkpoint, against, found.tensors, advance)),
         files=checkpoint.file_bytes(),
         blobs=len(found.blobs),
         blob_bytes=sum(size for _, size in found.blobs),
@@ -78,7 +78,7 @@ def measure_checkpoint(
 
 
 def measure_tensor(stored: Entry, tensor: Tensor, reference: Tensor | None = None) -> TensorReport:
-    """The record of one tensor: `tensor` as it is stored, `reference` the values that are right, of the same shape."""
+    """Measure one tensor: `tensor` as it is stored, `reference` the values that are right, of the same shape."""
     rows, columns = matrix_shape(stored.shape)
     channels, total = Channels(rows, columns), ErrorSum()
     quantized = tensor if isinstance(tensor, QuantizedTensor) else None
@@ -123,13 +123,13 @@ def measure_tensor(stored: Entry, tensor: Tensor, reference: Tensor | None = Non
 
 
 def _tiles_beside(tensor: Tensor, reference: Tensor | None) -> Iterator[tuple[Tile, Tensor | None]]:
-    """The pieces of a tensor, each with the values that are right."""
+    """Yield the pieces of a tensor, each with the values that are right."""
     if reference is None:
         return zip(tiles(tensor), repeat(None))
     return zip(tiles(tensor), (tile.values for tile in tiles(reference)), strict=True)
 
 
-def _measured(
+def _measure_each(
     checkpoint: Stored,
     against: Stored | None,
     tensors: Sequence[Entry],
@@ -142,9 +142,10 @@ def _measured(
         right = against.entries.get(stored.name) if against is not None else None
         compared = _comparison(stored, right, against)
         reference = against.read(stored.name) if against is not None and compared == "yes" else None
-        write, chunks = _seconds_to_write(tensor), checkpoint.chunks(stored.name)
+        write, chunks = _time_writing(tensor), checkpoint.chunks(stored.name)
         report = replace(measure_tensor(stored, tensor, reference), chunks=chunks)
-        del tensor, reference  # before the next ones are read
+        # freed before the next ones are read, so that one tensor at a time is in memory
+        del tensor, reference
         nbytes = right.nbytes if right is not None else None
         yield replace(report, compared=compared, reference_bytes=nbytes, read_seconds=read, write_seconds=write)
         advance(stored.nbytes)
@@ -161,7 +162,7 @@ def _comparison(stored: Entry, right: Entry | None, against: Stored | None) -> C
     return "yes" if alike and decodable(stored.dtype) and decodable(right.dtype) else "undecodable"
 
 
-def _seconds_to_write(tensor: Tensor) -> float:
+def _time_writing(tensor: Tensor) -> float:
     parts = parts_of(tensor).values()
     tries: list[float] = []
     while len(tries) < TRIES and sum(tries) < ENOUGH:

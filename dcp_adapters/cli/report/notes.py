@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 
 
 def notes(report: CheckpointReport) -> list[Note]:
-    """What a reader should know first, the worst first."""
+    """Return what a reader should know first, the worst first."""
     found: list[Note] = []
 
     def tell(level: Literal["bad", "look", "good"], some: Sequence[TensorReport], words: str) -> None:
@@ -59,7 +59,7 @@ def notes(report: CheckpointReport) -> list[Note]:
 
 
 def sizes_of(some: Sequence[TensorReport]) -> Sizes:
-    """What they take together."""
+    """Return what some tensors take together."""
     matched = [tensor for tensor in some if tensor.reference_bytes is not None]
     return Sizes(
         len(some),
@@ -71,7 +71,7 @@ def sizes_of(some: Sequence[TensorReport]) -> Sizes:
 
 
 def kinds_of(some: Sequence[TensorReport]) -> list[tuple[str, Sizes]]:
-    """Recipes and dtypes, those that take most first."""
+    """Return recipes and dtypes with what they take, the largest first."""
     kinds: dict[str, list[TensorReport]] = {}
     for tensor in some:
         kinds.setdefault(tensor.kind, []).append(tensor)
@@ -79,7 +79,7 @@ def kinds_of(some: Sequence[TensorReport]) -> list[tuple[str, Sizes]]:
 
 
 def scales_by_kind(some: Sequence[TensorReport]) -> list[tuple[str, int, ScaleHistogram]]:
-    """(kind, how many tensors, their scales) for each kind and part, in the order they come."""
+    """Return (kind, how many tensors, their scales) for each kind and part, in the order they come."""
     found: dict[tuple[str, str, str], list[ScaleHistogram]] = {}
     for tensor in some:
         for one in tensor.scales:
@@ -88,5 +88,5 @@ def scales_by_kind(some: Sequence[TensorReport]) -> list[tuple[str, int, ScaleHi
 
 
 def tensors(number: int) -> str:
-    """So many tensors, in words."""
+    """Return so many tensors, in words."""
     return "1 tensor" if number == 1 else f"{number:,} tensors"

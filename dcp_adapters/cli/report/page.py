@@ -17,7 +17,7 @@ MISSING = "a page is made by jinja2, which is not installed: pip install 'qtenso
 
 
 def templates() -> Any:
-    """The templates, ready to be filled. Raises ImportError without jinja2, which nothing else needs."""
+    """Return the templates, ready to be filled. Raises ImportError without jinja2, which nothing else needs."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError:
@@ -26,7 +26,7 @@ def templates() -> Any:
         loader=PackageLoader(__package__),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_finalized,
+        finalize=_finalize,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -34,7 +34,7 @@ def templates() -> Any:
 
 
 def page(report: CheckpointReport) -> str:
-    """All of it as HTML."""
+    """Return the whole page as HTML."""
     environment = templates()
     used = (compact, heat_map, histogram, human_bytes, profile, middle_left_out, tensors)
     environment.filters.update({function.__name__: function for function in used}, thousands="{:,}".format)
@@ -62,7 +62,7 @@ def page(report: CheckpointReport) -> str:
 
 
 def compact(number: float) -> str:
-    """A number in three digits and a word."""
+    """Return a number in three digits and a word."""
     for size, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if number >= size:
             scaled = number / (1e3 if word == "k" else size)
@@ -70,8 +70,8 @@ def compact(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def _finalized(value: Any) -> Any:
-    """What `{{ value }}` prints: a macro's markup as it is, coordinates to two decimals, text by `sanitize`."""
+def _finalize(value: Any) -> Any:
+    """Return what `{{ value }}` prints: markup as it is, coordinates to two decimals, text by `sanitize`."""
     if hasattr(value, "__html__"):
         return value
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else sanitize(str(value))

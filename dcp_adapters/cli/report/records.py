@@ -33,7 +33,7 @@ class ScaleHistogram:
         return sum(self.counts.values()) + self.zero + self.negative + self.not_finite
 
     def __add__(self, other: "ScaleHistogram") -> "ScaleHistogram":
-        """Of the scales of both."""
+        """Return the histogram of the scales of both."""
         return replace(
             self,
             counts=Counter(self.counts) + Counter(other.counts),
@@ -43,7 +43,7 @@ class ScaleHistogram:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, exponents in ascending order."""
+        """Return plain data, exponents in ascending order."""
         return {
             "part": self.part,
             "stored_as": self.stored_as,
@@ -82,7 +82,7 @@ class TensorReport:
         quantized: whether it is.
         compared: "yes"; "no", nothing to compare with; "absent" from the dense checkpoint; another "shape" there;
             "undecodable", of a dtype that torch does not convert, or complex on one side alone.
-        error: of its values, those of the dense checkpoint being right; None where they were not compared.
+        error: of its values, those of the dense checkpoint being right; None if they were not compared.
         reference_bytes: what it takes in the dense checkpoint.
         scales: of each part that holds scales.
         at_largest: elements of the largest magnitude that the element type has; None for dense tensors and for element
@@ -124,7 +124,7 @@ class TensorReport:
 
     @property
     def snr_db(self) -> float | None:
-        """None where it was not measured, is infinite or undefined."""
+        """None if it was not measured, is infinite or undefined."""
         return self.error.snr_db if self.error is not None else None
 
     @property
@@ -148,7 +148,7 @@ class TensorReport:
         return sum(scales.zero for scales in self.scales)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; None where something does not apply. Numbers that JSON does not have are None, too."""
+        """Return plain data; None if something does not apply. Numbers that JSON does not have are None, too."""
         error = self.error
 
         def own(*names: str) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class CheckpointReport:
         only_in_against: tensors that only the other checkpoint has.
         format_version: of the manifest, None without one.
         checksums: whether it holds some.
-        world_size: at least so many ranks wrote it, None where file names do not tell.
+        world_size: at least so many ranks wrote it, None if file names do not tell.
     """
 
     path: str
@@ -199,7 +199,7 @@ class CheckpointReport:
     world_size: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; keys are only ever added under the same FORMAT."""
+        """Return plain data; keys are only ever added under the same FORMAT."""
         return {
             "format": FORMAT,
             "checkpoint": self.path,

@@ -22,7 +22,7 @@ _STORED_AS = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3", torch.b
 
 
 def scale_histograms(tensor: QuantizedTensor) -> tuple[ScaleHistogram, ...]:
-    """One for each part that holds scales that torch has a dtype for; histories of amaxes are none."""
+    """Return one for each part that holds scales that torch has a dtype for; amax histories are none."""
     parts = tensor.parts()
     specs = [spec for spec in specs_of(tensor.recipe)[1:] if spec.length is None]
     return tuple(_histogram(spec, spec.numbers, parts[spec.name]) for spec in specs if spec.numbers is not None)
@@ -32,6 +32,7 @@ def _histogram(spec: PartSpec, numbers: torch.dtype, part: Tensor) -> ScaleHisto
     flat = part.reshape(-1)
     total = ScaleHistogram(spec.name, _STORED_AS.get(numbers, dtype_name(numbers)), {})
     for start in range(0, flat.numel(), PIECE):
+        # by distinct bit patterns: a tensor has millions of scales and few different ones
         values, counted = flat[start : start + PIECE].view(_BITS[spec.dtype.itemsize]).unique(return_counts=True)
         values = values.view(numbers).to(torch.float64)
         finite = values.isfinite()

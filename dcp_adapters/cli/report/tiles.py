@@ -36,30 +36,31 @@ class Tile:
 
 
 def tiles(tensor: Tensor) -> Iterator[Tile]:
-    """The pieces, row by row; none of an empty tensor."""
+    """Yield the pieces, row by row; none of an empty tensor."""
     rows, width = matrix_shape(tensor.shape)
     if not rows * width:
         return
     across = min(width, WIDTH)
+    # whole square blocks, so that the parts of a piece decode by themselves
     down = max(ELEMENTS // across // HEIGHT, 1) * HEIGHT
     matrix = None if isinstance(tensor, QuantizedTensor) else tensor.reshape(rows, width)
     for top in range(0, rows, down):
         for left in range(0, width, across):
             place = slice(top, min(top + down, rows)), slice(left, min(left + across, width))
             if isinstance(tensor, QuantizedTensor):
-                parts = _parts_within(tensor, *place)
+                parts = _cut_parts(tensor, *place)
                 yield Tile(*place, decoded_parts(parts, tensor.recipe), parts)
             elif matrix is not None:
                 yield Tile(*place, _as_float(matrix[place]), {})
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """[.., K] -> (rows, K); a number is one row of one."""
+    """Return (rows, K) of a shape [.., K]; a number is one row of one."""
     return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
 
 
 def decodable(dtype: torch.dtype) -> bool:
-    """Whether torch converts values of this dtype to numbers."""
+    """Return whether torch converts values of this dtype to numbers."""
     try:
         _as_float(torch.empty(0, dtype=dtype, device="cpu"))
     except (RuntimeError, NotImplementedError):
@@ -68,19 +69,19 @@ def decodable(dtype: torch.dtype) -> bool:
 
 
 def decoded_parts(parts: dict[str, Tensor], recipe: Recipe) -> Tensor:
-    """The values of parts, fp32."""
+    """Return the values of parts, fp32."""
     return QuantizedTensor.from_parts(parts, recipe, torch.float32).dequantize()
 
 
 def _as_float(values: Tensor) -> Tensor:
-    """fp32 where that holds every value, else fp64."""
+    """Return values as fp32 if that holds each of them, else as fp64."""
     if values.is_complex():
         values = torch.view_as_real(values)
     narrow = values.is_floating_point() and values.dtype.itemsize <= 4
     return values.to(torch.float32 if narrow else torch.float64)
 
 
-def _parts_within(tensor: QuantizedTensor, rows: slice, columns: slice) -> dict[str, Tensor]:
+def _cut_parts(tensor: QuantizedTensor, rows: slice, columns: slice) -> dict[str, Tensor]:
     height = matrix_shape(tensor.shape)[0]
     found = {}
     for spec in specs_of(tensor.recipe):

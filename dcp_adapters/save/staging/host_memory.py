@@ -36,7 +36,9 @@ class Slab:
                 "at a time"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
+            # touching memory for the first time is the cost of a snapshot; huge pages make fewer faults of it, and a
+            # kernel may have none
+            with contextlib.suppress(OSError):
                 self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
         self.pinned = False
@@ -62,7 +64,7 @@ class PageLockError(RuntimeError):
 
 
 def _forget_error() -> None:
-    """CUDA keeps the error of a failed call and reports it at the next launch: here, not in the next forward."""
+    """Make CUDA report the error of a failed call now: it keeps it, and the next launch would fail in its place."""
     with contextlib.suppress(RuntimeError, AssertionError):  # the latter of a torch without CUDA
         torch.zeros(1, dtype=torch.uint8, device="cuda")
 
@@ -87,7 +89,7 @@ class SnapshotMemory:
         self.returned: queue.SimpleQueue[Slab] = queue.SimpleQueue()
 
     def lease(self, nbytes: int, *, pinned: bool) -> memoryview:
-        """A writable buffer of at least `nbytes` bytes, aligned to a page.
+        """Return a writable buffer of at least `nbytes` bytes, aligned to a page.
 
         The buffer and all that is made over it are one snapshot. Not for several threads at once.
 
@@ -100,6 +102,7 @@ class SnapshotMemory:
         if pinned:
             try:
                 slab.pin()
+            # the stager goes on with the same memory, not page-locked
             except PageLockError:
                 self.free.append(slab)
                 raise
@@ -128,7 +131,7 @@ class SnapshotMemory:
         self.free.append(slab)
 
     def _take(self, nbytes: int) -> Slab:
-        """The smallest free slab that is large enough; else a new one, which may take the place of a free one."""
+        """Return the smallest free slab that is large enough; else a new one, perhaps in place of a free one."""
         self._collect()
         if self.lent >= self.limit:
             self._wait()
@@ -137,11 +140,13 @@ class SnapshotMemory:
             self.free.remove(best)
             return best
         if self.lent + len(self.free) >= self.limit:
+            # all free ones are too small: the smallest goes, so that `limit` holds and most memory is kept
             self.free.remove(min(self.free, key=lambda slab: slab.nbytes))
         return Slab(nbytes)
 
     def _wait(self) -> None:
-        gc.collect()  # a failed save may have left its snapshot in a reference cycle
+        # the traceback of a failed save may hold its snapshot in a reference cycle
+        gc.collect()
         try:
             self._accept(self.returned.get(timeout=self.patience))
         except queue.Empty:

@@ -53,8 +53,8 @@ class QuantizedStager(AsyncStager):
     Args:
         max_snapshots: how many snapshots may exist at a time; with all in use, `stage` waits for an upload to end. 2
             lets one save overlap the upload of the one before.
-        pin_memory: page-lock the host memory, so that CUDA copies into it at full speed. None: where there are CUDA
-            tensors to copy, and the system allows it; where it does not, one warning.
+        pin_memory: page-lock the host memory, so that CUDA copies into it at full speed. None: if there are CUDA
+            tensors to copy, and the system allows it; if it does not, one warning.
         wait_timeout: seconds to wait for an upload to end.
 
     Raises:
@@ -83,7 +83,7 @@ class QuantizedStager(AsyncStager):
         self._turn = threading.Lock()
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of `state_dict` in host memory: the same containers, names, shapes, dtypes, recipes and placements.
+        """Return a copy in host memory: the same containers, names, shapes, dtypes, recipes and placements.
 
         Raises:
             TypeError: a leaf is a kind of tensor that is not known, or cannot be copied.
@@ -94,6 +94,7 @@ class QuantizedStager(AsyncStager):
         """
         if self._memory.closed:
             raise RuntimeError("QuantizedStager.stage: the stager is closed; make a new one")
+        # `SnapshotMemory.lease` is not for several threads at once
         with self._turn, torch.no_grad():
             survey = Survey()
             rebuild = survey.walk("", state_dict)
@@ -101,26 +102,27 @@ class QuantizedStager(AsyncStager):
                 return rebuild(self._copied(survey))  # type: ignore[no-any-return]
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: `stage` returns when all is copied."""
+        """Do nothing: `stage` returns when all is copied."""
 
     def close(self) -> None:
         """Give the memory back; that of unfinished uploads when they end. The stager cannot be used afterwards."""
         self._memory.close()
 
     def _copied(self, survey: "Survey") -> list[Tensor]:
-        """A CPU tensor for each part, contiguous, with a storage of exactly its bytes."""
+        """Return a CPU tensor for each part, contiguous, with a storage of exactly its bytes."""
         devices = {part.device for part in survey.parts if part.is_cuda}
         pinned = bool(devices) if self.pin_memory is None else self.pin_memory
         lease = self._lease(survey.nbytes, pinned=pinned) if survey.nbytes else None
         try:
             with without_torch_function():
-                return [_copied_into(lease, *place) for place in zip(survey.offsets, survey.parts, strict=True)]
-        finally:  # after a failure too: a device may still be writing into memory that goes back to the pool
+                return [_copy_into(lease, *place) for place in zip(survey.offsets, survey.parts, strict=True)]
+        # after a failure, too: a device may still be writing into memory that goes back to the pool
+        finally:
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()
 
     def _lease(self, nbytes: int, *, pinned: bool) -> memoryview:
-        """Host memory, page-locked if that was asked for, or if it is worth while and can be had."""
+        """Return host memory, page-locked if that was asked for, or if it is worth while and can be had."""
         try:
             return self._memory.lease(nbytes, pinned=pinned)
         except PageLockError as error:
@@ -131,9 +133,10 @@ class QuantizedStager(AsyncStager):
             return self._memory.lease(nbytes, pinned=False)
 
 
-def _copied_into(lease: memoryview | None, offset: int, part: Tensor) -> Tensor:
-    """A copy of `part` that stands at `offset` of the lease; one from a device may still be on its way."""
+def _copy_into(lease: memoryview | None, offset: int, part: Tensor) -> Tensor:
+    """Copy `part` to `offset` of the lease; a copy from a device may still be on its way."""
     count = part.numel()
+    # torch.frombuffer refuses to make an empty tensor
     if lease is None or not count:
         return torch.empty(part.shape, dtype=part.dtype, device="cpu")
     copied = torch.frombuffer(lease, dtype=part.dtype, count=count, offset=offset).view(part.shape)
@@ -156,21 +159,23 @@ class Survey:
     seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def walk(self, name: str, value: Any) -> Rebuild:
-        """How to rebuild a value: its containers, tensors around copies, and copies of all other leaves."""
+        """Return how to rebuild a value: its containers, tensors around copies, and copies of all other leaves."""
         if isinstance(value, Tensor):
-            return self._leaf(name, value)
+            return self._walk_leaf(name, value)
         prefix, kind = f"{name}." if name else "", type(value)
         if isinstance(value, Mapping):
             entries = {key: self.walk(f"{prefix}{key}", item) for key, item in value.items()}
             mapping = OrderedDict if isinstance(value, OrderedDict) else dict
             return lambda copies: mapping((key, rebuild(copies)) for key, rebuild in entries.items())
         named = isinstance(value, tuple) and hasattr(value, "_fields")
-        if isinstance(value, list) or kind is tuple or named:  # no torch.Size, say, which cannot hold tensors
+        # no torch.Size, say, which cannot hold tensors
+        if isinstance(value, list) or kind is tuple or named:
             items = [self.walk(f"{prefix}{i}", item) for i, item in enumerate(value)]
             if named:
                 return lambda copies: kind(*(rebuild(copies) for rebuild in items))
             sequence = tuple if kind is tuple else list
             return lambda copies: sequence(rebuild(copies) for rebuild in items)
+        # a counter or a scheduler's state must not change under the thread that writes it
         try:
             copied = copy.deepcopy(value)
         except Exception as error:
@@ -180,29 +185,29 @@ class Survey:
             ) from error
         return lambda copies: copied
 
-    def _leaf(self, name: str, value: Tensor) -> Rebuild:
+    def _walk_leaf(self, name: str, value: Tensor) -> Rebuild:
         if isinstance(value, DTensor):
-            rebuild = self._local(name, value.to_local())
+            rebuild = self._walk_local(name, value.to_local())
             return lambda copies: dtensor_like(rebuild(copies), value)
-        return self._local(name, value)
+        return self._walk_local(name, value)
 
-    def _local(self, name: str, local: Tensor) -> Rebuild:
-        """How to rebuild a tensor that is no DTensor, as the same kind of tensor."""
+    def _walk_local(self, name: str, local: Tensor) -> Rebuild:
+        """Return how to rebuild a tensor that is no DTensor, as the same kind of tensor."""
         if isinstance(local, HighPrecisionWeight):
-            return self._local(name, local.dense)
+            return self._walk_local(name, local.dense)
         if isinstance(local, QuantizedTensor):
-            return self._quantized(name, local)
+            return self._walk_quantized(name, local)
         if is_plain(local) or not hasattr(local, "__tensor_flatten__") or why_no_bytes(local) is not None:
             index = self._add(name, "", local)
             return lambda copies: copies[index]
         # of another library's class: taken apart by the protocol that torch.compile uses for such
         names, context = local.__tensor_flatten__()
-        inner = {one: self._leaf(f"{name}.{one}", getattr(local, one)) for one in names}
+        inner = {one: self._walk_leaf(f"{name}.{one}", getattr(local, one)) for one in names}
         unflatten = type(local).__tensor_unflatten__  # type: ignore[attr-defined]
         size, stride = local.size(), local.stride()
         return lambda copies: unflatten({one: rebuild(copies) for one, rebuild in inner.items()}, context, size, stride)
 
-    def _quantized(self, name: str, q: QuantizedTensor) -> Rebuild:
+    def _walk_quantized(self, name: str, q: QuantizedTensor) -> Rebuild:
         lens = q._lens
         if lens.described is not None:
             raise ValueError(
@@ -211,11 +216,12 @@ class Survey:
                 "into the state dict"
             )
         indices = {part: self._add(name, part, tensor) for part, tensor in q.parts().items()}
-        sharding = Sharding(shards=q._sharding.shards)  # a snapshot has no padding, and is no part of another
+        # a snapshot has no padding, and is no part of another
+        sharding = Sharding(shards=q._sharding.shards)
         return lambda copies: q._like({part: copies[index] for part, index in indices.items()}, sharding=sharding)
 
     def _add(self, name: str, suffix: str, part: Tensor) -> int:
-        """The index of a part, shared with an earlier part that views the same bytes in the same way."""
+        """Return the index of a part, shared with an earlier part that views the same bytes in the same way."""
         # an empty shard is refused like those of the other ranks, which would wait for this one otherwise
         _check_copyable(f"{name}.{suffix}" if suffix else name, part)
         index = len(self.parts)
@@ -231,7 +237,7 @@ class Survey:
 
 
 def _check_copyable(name: str, part: Tensor) -> None:
-    """Raise where a tensor is not plain, or has no bytes."""
+    """Raise if a tensor is not plain, or has no bytes."""
     reason = why_no_bytes(part)
     if reason is None and is_plain(part):
         return

@@ -4,7 +4,7 @@
     resolve       writing thread   what is about to be written is digested; the table is made when it is asked for
 
 A writer resolves each item once and writes what it got; that very data is digested here. Its threads share the items
-out, so it may ask for the table before the rest (stock's does where there is CUDA: it begins with what is small).
+out, so it may ask for the table before the rest (stock's does if there is CUDA: it begins with what is small).
 Missing items are then resolved for the table, and kept if they are pickled, since pickling twice need not give the same
 bytes, or if they were copied from a device, which takes longer than anything else here.
 """
@@ -40,11 +40,11 @@ class ChecksumTable(SaveStep):
         self.items: list[WriteItem] = []  # of this rank
 
     def local_plan(self, plan: SavePlan, data: Source) -> SavePlan:
-        """The coordinator is to know that this rank has a table."""
+        """Tell the coordinator that this rank has a table."""
         return tell(plan, "checksums", fixed=True)
 
     def planned(self, save: GlobalSave) -> None:
-        """The table becomes an entry of the checkpoint, unless the plans are kept ones, which have it."""
+        """Make the table an entry of the checkpoint, unless the plans are kept ones, which have it."""
         metadata = save.metadata
         assert metadata is not None
         if CHECKSUMS not in metadata.state_dict_metadata:
@@ -52,31 +52,34 @@ class ChecksumTable(SaveStep):
             metadata.planner_data = {**metadata.planner_data, CHECKSUMS: (CHECKSUMS,)}
 
     def finish_plan(self, plan: SavePlan, answers: Mapping[str, Any]) -> SavePlan:
-        """The table will have a row for each item."""
+        """Keep the items, for each of which the table will have a row."""
         self.items = [item for item in plan.items if item.index.fqn != CHECKSUMS]
         return plan
 
     def resolve(self, item: WriteItem, source: Source) -> Data:
-        """The data of an item, digested; or the table."""
+        """Return the data of an item, digested; or the table."""
         index = item.index
         if index.fqn == CHECKSUMS:
-            return self._table(source)
+            return self._make_table(source)
         self.asked.add(index)
+        # each copy is written once; then its memory is free for the next
         copy = self.copies.pop(index, None)
         if copy is None:
-            return self._digested(index, self.pickled.get(index) or source(item))
+            return self._digest(index, self.pickled.get(index) or source(item))
         self.room += copy.nbytes
         return copy
 
-    def _digested(self, index: MetadataIndex, data: Data, *, early: bool = False) -> Data:
-        """Digest what is written now, or `early`, for the table; returns it, on the CPU. Raises as `row_of`."""
+    def _digest(self, index: MetadataIndex, data: Data, *, early: bool = False) -> Data:
+        """Digest what is written now, or `early`, for the table; return it, on the CPU. Raises as `row_of`."""
         copied = isinstance(data, Tensor) and not data.is_cpu
+        # what is digested must be what is written: pickling again may give other bytes
         if isinstance(data, io.BytesIO):
             data = self.pickled.setdefault(index, data)
         elif copied:
             data = data.detach().cpu()
         row = row_of(index, data)
-        if row is None:  # its own class writes it; prepared as writers do
+        # a class of another library, which pickles itself: prepared as writers do, so that the archives are equal
+        if row is None:
             assert isinstance(data, Tensor)
             data = data.detach()
             data = data if data.untyped_storage().size() == data.nbytes else data.clone()
@@ -87,22 +90,23 @@ class ChecksumTable(SaveStep):
         self.rows[index] = row
         return data
 
-    def _table(self, source: Source) -> Tensor:
-        """The rows of this rank's items, in their order; those that have not been written yet are resolved for it."""
+    def _make_table(self, source: Source) -> Tensor:
+        """Return the rows of this rank's items, in their order; resolve those that have not been written yet."""
         for item in self.items:
             if item.index not in self.rows:
                 index = item.index
-                self._digested(index, self.pickled.get(index) or source(item), early=True)
+                self._digest(index, self.pickled.get(index) or source(item), early=True)
         return checksum_table([self.rows[item.index] for item in self.items])
 
 
 def with_checksum_items(plans: list[SavePlan]) -> tuple[list[SavePlan], TensorStorageMetadata]:
-    """Each plan with an item for its rows of the table, and the table's metadata."""
+    """Return each plan with an item for its rows of the table, and the table's metadata."""
     total, first = sum(len(plan.items) for plan in plans), 0
     out: list[SavePlan] = []
     chunks: list[ChunkStorageMetadata] = []
     entry = None
     for plan in plans:
+        # a plan has no data: the rows are known when the chunks have been written
         rows = torch.empty(len(plan.items), ROW, dtype=torch.uint8, device="meta")
         if not plan.items:
             out.append(plan)
@@ -110,6 +114,7 @@ def with_checksum_items(plans: list[SavePlan]) -> tuple[list[SavePlan], TensorSt
         item = plain_item(CHECKSUMS, rows, rows=(first, total))
         first += len(plan.items)
         assert item.tensor_data is not None
+        # the global plan is made already, so the chunk's number is set here
         item = replace(item, index=replace(item.index, index=len(chunks)))
         chunks.append(item.tensor_data.chunk)  # type: ignore[union-attr]
         entry = TensorStorageMetadata(item.tensor_data.properties, item.tensor_data.size, chunks)  # type: ignore[union-attr]

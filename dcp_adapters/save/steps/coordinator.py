@@ -48,7 +48,7 @@ class RankRecord:
     """What a rank tells the coordinator: planner data of its local plan.
 
     mappings: flat name -> path in the nested state dict, of the entries this rank lists. kinds: for each item an index
-    into `recipes` where it is a payload, else PLAIN. options: option -> what its step tells.
+    into `recipes` if it is a payload, else PLAIN. options: option -> what its step tells.
     """
 
     mappings: Any
@@ -59,7 +59,7 @@ class RankRecord:
 
     @staticmethod
     def of(leaves: SaveLeaves, items: Sequence[WriteItem], paths: Mapping[str, Any]) -> "RankRecord":
-        """The record of a rank that lists these items. Values are read from each device at once."""
+        """Return the record of a rank that lists these items. Values are read from each device at once."""
         numbers: dict[tuple[Recipe, torch.dtype], int] = {}
         seen: dict[tuple[Recipe, torch.dtype], int] = {}  # recipes that are stored alike have one number
         kinds = bytearray([PLAIN]) * len(items)
@@ -79,6 +79,7 @@ class RankRecord:
                 kinds[place] = seen[kind]
                 if name in leaves.wide:
                     scales.append(leaves.wide[name])
+        # one read for all scales: each `.item()` would wait for the device
         bits = torch.stack(scales).view(torch.int32).tolist() if scales else []
         values = digests([[leaves.parts[index.fqn]] for index in watched]).tolist() if watched else []
         replicated = [
@@ -89,7 +90,7 @@ class RankRecord:
 
 
 def tell(plan: SavePlan, option: str, *, fixed: Any = None, now: Any = None) -> SavePlan:
-    """The plan of a rank whose step for an option tells something; `now` may change while the plan stays the same."""
+    """Return a plan that tells something of an option; `now` may change while the plan stays the same."""
     record: RankRecord = plan.planner_data
     if fixed is not None:
         record = dataclasses.replace(record, options={**record.options, option: fixed})
@@ -101,14 +102,14 @@ def tell(plan: SavePlan, option: str, *, fixed: Any = None, now: Any = None) -> 
 
 
 def told(plans: Sequence[SavePlan], option: str) -> list[Any]:
-    """What the ranks tell of an option now; None for those without it."""
+    """Return what the ranks tell of an option now; None for those without it."""
     return [plan.planner_data.now.options.get(option) for plan in plans]
 
 
 def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem], mappings: Any) -> list[SavePlan]:
     """Add to the coordinator's plan the replicated scalars that it left to a rank which takes no part in this save.
 
-    That happens where one replica group saves for all, and where each rank saves its own (use_collectives=False).
+    That happens if one replica group saves for all, and if each rank saves its own (use_collectives=False).
     """
     listed = {item.index.fqn for plan in all_plans for item in plan.items}
     missing = [item for item in unlisted if item.index.fqn not in listed]
@@ -123,7 +124,7 @@ def with_unlisted(all_plans: list[SavePlan], unlisted: list[WriteItem], mappings
 
 
 def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
-    """The manifest of all ranks. Raises ValueError where ranks disagree on a weight's recipe or tensor-wide scale."""
+    """Return the manifest of all ranks. Raises ValueError if ranks disagree on a recipe or a tensor-wide scale."""
     entries: dict[str, tuple[Any, torch.Size]] = {}  # payload -> (kind, its global size)
     scales: dict[str, tuple[int, int]] = {}  # payload -> (bits, the rank they came from)
     replicated: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}  # (part, offset) -> (digest, the rank)
@@ -145,6 +146,7 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
             if kind.wide is not None:
                 _check_agreed(payload, kind.wide, next(bits), rank, scales)
         for part, offset, value in record.now.replicated:
+            # DCP writes one holder's copy and drops the others; unequal copies would be lost without a word
             first_value, holder = replicated.setdefault((part, offset), (value, rank))
             if first_value != value:
                 raise ValueError(
@@ -158,7 +160,7 @@ def merged_manifest(all_plans: list[SavePlan]) -> Manifest:
 
 
 def refuse_other_options(plans: Sequence[SavePlan]) -> None:
-    """Raise ValueError where ranks save with options that all must have alike."""
+    """Raise ValueError if ranks save with different options that all must have alike."""
     for option in ("checksums", "digest"):
         if len({option in plan.planner_data.options for plan in plans}) > 1:
             raise ValueError(
@@ -174,7 +176,7 @@ def refuse_other_options(plans: Sequence[SavePlan]) -> None:
 
 
 def with_manifest(metadata: Metadata, record: Mapping[str, Any]) -> Metadata:
-    """The metadata, with the manifest's JSON object in the planner data."""
+    """Return the metadata, with the manifest's JSON object in the planner data."""
     return dataclasses.replace(metadata, planner_data={**(metadata.planner_data or {}), MANIFEST_JSON: record})
 
 
@@ -194,11 +196,11 @@ class _PayloadKind:
         return _PayloadKind(recipe, dtype, specs[0], next((spec.name for spec in specs if not spec.per_row), None))
 
     def entry(self, name: str, payload: torch.Size) -> Entry:
-        """The manifest's entry of a tensor with a payload of this global size."""
+        """Return the manifest's entry of a tensor with a payload of this global size."""
         return Entry(name, self.recipe, (*payload[:-1], payload[-1] * self.payload.block), self.dtype)
 
     def words(self, payload: torch.Size) -> str:
-        """For messages."""
+        """Return shape, dtype and recipe in words, for messages."""
         return f"{list(self.entry('', payload).shape)} as {dtype_name(self.dtype)} under {self.recipe}"
 
 

@@ -27,7 +27,7 @@ Sums = list[int | None]  # of items, in their order; None for bytes, and for ten
 
 
 def item_sums(items: Sequence[WriteItem], data_of: Source) -> Sums:
-    """What each item adds to the byte sum of its entry, modulo 2^64."""
+    """Return what each item adds to the byte sum of its entry, modulo 2^64."""
     sums: Sums = [None] * len(items)
     by_device: dict[torch.device, list[tuple[int, TensorPiece]]] = {}
     for number, item in enumerate(items):
@@ -37,7 +37,8 @@ def item_sums(items: Sequence[WriteItem], data_of: Source) -> Sums:
         if placed is not None and isinstance(data, Tensor) and is_plain(data):
             piece = TensorPiece(data.detach(), tuple(placed.size), tuple(placed.chunk.offsets))
             by_device.setdefault(data.device, []).append((number, piece))
-    for pieces in by_device.values():  # one read for each device
+    # one read for each device: a read for each item would wait for the device as often
+    for pieces in by_device.values():
         totals = byte_sums([piece for _, piece in pieces]).tolist()
         for (number, _), total in zip(pieces, totals, strict=True):
             sums[number] = total
@@ -52,13 +53,13 @@ class ItemDigests(SaveStep):
         self.unlisted: dict[MetadataIndex, int | None] = {}  # sums of what this rank lists as the coordinator, perhaps
 
     def local_plan(self, plan: SavePlan, data: Source) -> SavePlan:
-        """The sums travel with the plan."""
+        """Let the sums travel with the plan."""
         sums, own = (item_sums(items, data) for items in (plan.items, self.saving.unlisted))
         self.unlisted = {item.index: total for item, total in zip(self.saving.unlisted, own, strict=True)}
         return tell(plan, "digest", fixed=True, now=sums)
 
     def agree(self, save: GlobalSave) -> None:
-        """The manifest gets the digest of each tensor whose bytes are known."""
+        """Put the digest of each tensor whose bytes are known into the manifest."""
         save.refuse_apart("digest=True adds up the sums of all ranks")
         save.manifest = with_digests(save.manifest, save.plans, self.unlisted)
 
@@ -66,7 +67,7 @@ class ItemDigests(SaveStep):
 def with_digests(
     manifest: Manifest, all_plans: Sequence[SavePlan], own: Mapping[MetadataIndex, int | None]
 ) -> Manifest:
-    """The manifest with the digest of each tensor whose bytes are known.
+    """Return the manifest with the digest of each tensor whose bytes are known.
 
     Args:
         manifest: of all ranks.
@@ -74,9 +75,9 @@ def with_digests(
         own: the sums of the items that the coordinator added to its plan.
 
     Raises:
-        ValueError: ranks hold other bytes of the same chunk.
+        ValueError: ranks hold different bytes of the same chunk.
     """
-    chunks = _chunks(all_plans, own)
+    chunks = _sum_chunks(all_plans, own)
     totals: dict[str, int | None] = {}
     like: dict[str, WriteItem] = {}
     for index, (total, _, item) in chunks.items():
@@ -84,7 +85,7 @@ def with_digests(
         totals[index.fqn] = None if total is None or before is None else before + total
         like[index.fqn] = item
     parts = {key for entry in manifest.tensors.values() for key in entry.part_keys()}
-    entries = {**manifest.tensors, **{key: _dense(key, item) for key, item in like.items() if key not in parts}}
+    entries = {**manifest.tensors, **{key: _dense_entry(key, item) for key, item in like.items() if key not in parts}}
     digests = {}
     for name, entry in sorted(entries.items()):
         sums = [
@@ -92,17 +93,19 @@ def with_digests(
             for part, (dtype, shape) in digested_parts(entry).items()
             if (total := totals.get(entry.key(part))) is not None
         ]
+        # a digest of some parts alone would be compared with one of all of them
         if len(sums) == len(digested_parts(entry)):
             digests[name] = tensor_digest(sums)
     return Manifest(manifest.tensors, digests=digests)
 
 
-def _chunks(
+def _sum_chunks(
     all_plans: Sequence[SavePlan], own: Mapping[MetadataIndex, int | None]
 ) -> dict[MetadataIndex, tuple[int | None, int, WriteItem]]:
-    """Each chunk of a tensor -> its sum, the first rank that holds it, and the item there."""
+    """Return each chunk of a tensor -> its sum, the first rank that holds it, and the item there."""
     chunks: dict[MetadataIndex, tuple[int | None, int, WriteItem]] = {}
     for rank, plan in enumerate(all_plans):
+        # the coordinator's plan may have got more items at its end (`with_unlisted`), for which no sum was sent
         for item, sent in zip_longest(plan.items, plan.planner_data.now.options["digest"]):
             if item.type == WriteItemType.BYTE_IO:
                 continue
@@ -118,6 +121,6 @@ def _chunks(
     return chunks
 
 
-def _dense(key: str, item: WriteItem) -> Entry:
+def _dense_entry(key: str, item: WriteItem) -> Entry:
     assert item.tensor_data is not None
     return Entry(key, None, tuple(item.tensor_data.size), item.tensor_data.properties.dtype)

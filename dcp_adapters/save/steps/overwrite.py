@@ -6,7 +6,7 @@ offsets, and the mixture would load. These steps prevent that, on local paths:
 
     make_room  the coordinator, after all checks and before any rank writes: removes the files that the `.metadata` in
                place does not name, those of the checkpoint before it. What it names stays, and loads.
-    own_names  every rank, before it writes: chooses new file names where there is a checkpoint, or where its first file
+    own_names  every rank, before it writes: chooses new file names if there is a checkpoint, or if its first file
                exists already (from a save that died, or from one at the same time).
     commit     the coordinator, when all ranks have written: checks that the files are still there. Then the writer
                replaces the old `.metadata` with the new one, and from then on the new checkpoint loads.
@@ -50,20 +50,20 @@ class Overwrite(SaveStep):
         self.alone = False  # whether this rank saves for itself
 
     def planned(self, save: GlobalSave) -> None:
-        """Make room; all ranks are told whether there was a checkpoint."""
+        """Make room, and tell all ranks whether there was a checkpoint."""
         self.alone = save.apart is not None
         room = make_room if self.how == "keep" else clear
         save.answers["overwrite"] = room(self.checkpoint_id, own=save.apart)
 
     def finish_plan(self, plan: SavePlan, answers: Mapping[str, Any]) -> SavePlan:
-        """The plan with file names that are this save's own."""
+        """Return the plan with file names that are this save's own."""
         if not plan.items:
             return plan
         names = own_names(self.checkpoint_id, plan.storage_data, taken=answers["overwrite"])
         return dataclasses.replace(plan, storage_data=names)
 
     def commit(self, files: set[str]) -> None:
-        """The files must still be there."""
+        """Check that the files are still there."""
         commit(self.checkpoint_id, files, alone=self.alone)
 
 
@@ -84,10 +84,11 @@ def make_room(checkpoint_id: Directory, *, own: str | None = None) -> bool:
     Raises:
         OSError: a file cannot be removed, or the metadata cannot be read; the checkpoint in place is as it was.
     """
-    directory = _local(checkpoint_id)
+    directory = _local_directory(checkpoint_id)
     if directory is None or not directory.is_dir():
         return False
-    present = [path.name for path in directory.iterdir()]  # before the metadata are read: a save may end in between
+    # listed before the metadata are read: a save that ends in between has files that the older metadata do not name
+    present = [path.name for path in directory.iterdir()]
     of_ranks = sorted(name for name in present if RANK_METADATA.fullmatch(name))
     whole = directory / ".metadata"
     visible = [whole] if whole.exists() else [directory / name for name in of_ranks]
@@ -95,15 +96,17 @@ def make_room(checkpoint_id: Directory, *, own: str | None = None) -> bool:
         return False
     data = [name for name in present if DATA.fullmatch(name) and (own is None or name.startswith(own))]
     keep = visible if own is None else [*visible, *(directory / name for name in of_ranks)]
-    named = _files_named(keep)
+    named = _find_named_files(keep)
     if named is None:
         return True
-    stale = [] if own is not None or visible != [whole] else [directory / name for name in of_ranks]  # never read again
+    # `dcp.load` falls back on the ranks' own metadata only without `.metadata`: beside one they are never read again
+    stale = [] if own is not None or visible != [whole] else [directory / name for name in of_ranks]
     stale += [directory / name for name in data if name not in named]
     stale += [directory / name for name in present if own is None and BEGUN.fullmatch(name)]
     if stale:
         for path in visible:
-            sync(path)  # or a crash could leave neither
+            # the metadata that stay may be in memory alone: a crash after the removal could leave neither checkpoint
+            sync(path)
         sync(directory)
     for path in stale:
         _removed(path)
@@ -119,7 +122,7 @@ def remove_replaced(checkpoint_id: str | os.PathLike[str]) -> None:
     names a missing file.
 
     Args:
-        checkpoint_id: a local directory; where it holds no complete checkpoint nothing is removed.
+        checkpoint_id: a local directory; if it holds no complete checkpoint, nothing is removed.
 
     Raises:
         ValueError: it is a URL.
@@ -132,7 +135,7 @@ def remove_replaced(checkpoint_id: str | os.PathLike[str]) -> None:
         >>> remove_replaced("latest")
         ```
     """
-    if _local(checkpoint_id) is None:
+    if _local_directory(checkpoint_id) is None:
         raise ValueError(f"{checkpoint_id}: expected a local directory; behind URLs saves overwrite files in place")
     make_room(checkpoint_id)
 
@@ -144,9 +147,10 @@ def clear(checkpoint_id: Directory, *, own: str | None = None) -> bool:
     would prefer to the rank's own. Otherwise the metadata of ranks that saved for themselves (`__0.metadata`) is
     removed as well, since `dcp.load` falls back on it.
     """
-    directory = _local(checkpoint_id)
+    directory = _local_directory(checkpoint_id)
     if directory is None or not directory.is_dir():
         return False
+    # first the metadata: without them the rest is no checkpoint, wherever this is interrupted
     metadata = [directory / ".metadata"]
     if own is None:
         metadata += sorted(path for path in directory.iterdir() if RANK_METADATA.fullmatch(path.name))
@@ -163,15 +167,16 @@ def clear(checkpoint_id: Directory, *, own: str | None = None) -> bool:
 
 
 def own_names(checkpoint_id: Directory, storage_data: Any, *, taken: bool) -> Any:
-    """The writer's storage data, with a new prefix unless this rank's usual file names are unused in the directory.
+    """Return the writer's storage data, with a new prefix unless this rank's usual names are unused.
 
     `taken`: there is or was another checkpoint; a save that began earlier may still be writing its files.
     Writers that name no prefix, and stores behind URLs, are left as they are.
     """
-    directory, prefix = _local(checkpoint_id), prefix_of(storage_data)
+    directory, prefix = _local_directory(checkpoint_id), prefix_of(storage_data)
     if directory is None or prefix is None or not directory.is_dir():
         return storage_data
     if not taken:
+        # O_EXCL: of two saves that begin at once, the file system gives the usual names to one
         try:
             os.close(os.open(directory / f"{prefix}0.distcp", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
@@ -190,7 +195,7 @@ def commit(checkpoint_id: Directory, files: Iterable[str], *, alone: bool) -> No
     Raises:
         FileNotFoundError: another save has removed some of the files; the checkpoint in place is as it was.
     """
-    directory = _local(checkpoint_id)
+    directory = _local_directory(checkpoint_id)
     if directory is None or not (directory / ".metadata").exists():
         return
     gone = sorted({name for name in files if DATA.fullmatch(name) and not (directory / name).exists()})
@@ -202,15 +207,15 @@ def commit(checkpoint_id: Directory, files: Iterable[str], *, alone: bool) -> No
 
 
 def removed_by_another(path: Path) -> FileNotFoundError:
-    """The error for a file of this save that is no longer there."""
+    """Return the error for a file of this save that is no longer there."""
     return FileNotFoundError(
         f"{path}: another save into the same directory has removed it while this one was being written; the checkpoint "
         "in place stays. Let one save at a time use a directory"
     )
 
 
-def _files_named(metadata: Iterable[Path]) -> set[str] | None:
-    """The data files that metadata name, and perhaps more; None where they cannot be told.
+def _find_named_files(metadata: Iterable[Path]) -> set[str] | None:
+    """Return the data files that metadata name, and perhaps more; None if they cannot be told.
 
     The names are found in the bytes of the pickle: nothing is unpickled, and a gigabyte takes seconds.
     """
@@ -218,25 +223,27 @@ def _files_named(metadata: Iterable[Path]) -> set[str] | None:
     for path in metadata:
         try:
             stream = path.open("rb")
-        except FileNotFoundError:  # another save commits
+        # another save has just replaced them, so what they named is not known
+        except FileNotFoundError:
             return None
         with stream:
             if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
                 return None
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as stored:
                 found = {match[0].decode() for match in NAMED.finditer(stored)}
+                # cut-off metadata name too few files, and the others would be removed
                 if not found or stored[-1:] != END_OF_PICKLE:
                     return None
         named |= found
     return named
 
 
-def _local(checkpoint_id: Directory) -> Path | None:
+def _local_directory(checkpoint_id: Directory) -> Path | None:
     return None if checkpoint_id is None or "://" in os.fspath(checkpoint_id) else Path(checkpoint_id)
 
 
 def _removed(path: Path) -> bool:
-    """Whether there was such a file; a rank that saves for itself may have been faster."""
+    """Remove a file; return whether there was one. A rank that saves for itself may have been faster."""
     try:
         path.unlink()
     except FileNotFoundError:

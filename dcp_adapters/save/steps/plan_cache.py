@@ -75,36 +75,39 @@ class PlanCache(SaveStep):
         self.whole: list[SavePlan] = []  # the plans of all ranks
 
     def local_plan(self, plan: SavePlan, data: Source) -> SavePlan:
-        """A token, if an earlier plan was the same."""
+        """Send a token, if an earlier plan was the same."""
         self.full, self.cached = plan, lookup_local(plan)
         if self.cached is None:
             LOG.info("plan cache: no earlier plan is the same, so all %d items are sent", len(plan.items))
             return plan
         LOG.info("plan cache: an earlier plan is the same, so none of %d items is sent", len(plan.items))
         unchanged = UnchangedPlan(self.cached.token, self.cached.place, plan.planner_data.now)
+        # torch's plans say with `usable=False` that a cached plan is to be written instead
         return SavePlan([], planner_data=unchanged, usable=False)
 
     def receive(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The full plans. Raises as `restored`."""
+        """Return the full plans. Raises as `restored`."""
         plans, self.token = restored(plans)
         return plans
 
     def agree(self, save: GlobalSave) -> None:
-        """Unchanged plans need no planning."""
+        """Take what was planned for an earlier save, if no plan has changed."""
         self.whole, token, self.token = save.plans, self.token, None
         kept = None if token is None else lookup_global(token)
         if kept is None:
             return
         metadata, stored = kept.metadata, kept.stored
-        if kept.manifest != save.manifest:  # it has digests, say
+        # digests stand in the manifest, and differ under the same plan
+        if kept.manifest != save.manifest:
             record = save.manifest.to_json()
             metadata, stored = with_manifest(metadata, record), tensor_of(record)
-        if stored.shape == kept.stored.shape:  # other where a leaf has changed its class
+        # the kept plans say how long the manifest is: with another length all is planned anew
+        if stored.shape == kept.stored.shape:
             save.metadata, save.stored, self.token = metadata, stored, token
             save.plans = [SavePlan([], usable=False) for _ in save.plans]
 
     def planned(self, save: GlobalSave) -> None:
-        """Keep new plans; all ranks are told the token."""
+        """Keep new plans, and tell all ranks the token."""
         if self.token is None:
             assert save.metadata is not None
             assert save.stored is not None
@@ -112,13 +115,14 @@ class PlanCache(SaveStep):
         save.answers["plan_cache"] = self.token
 
     def finish_plan(self, plan: SavePlan, answers: Mapping[str, Any]) -> SavePlan:
-        """The kept plan, or the new one, which is kept."""
+        """Return the kept plan, or keep and return the new one."""
         if plan.usable:
             assert self.full is not None
             remember_local(KeptLocal(answers["plan_cache"], answers["place"], self.full, plan))
             return plan
         assert self.cached is not None
         remember_local(self.cached)
+        # the names of files are this save's own
         return dataclasses.replace(self.cached.final, storage_data=plan.storage_data)
 
 
@@ -131,7 +135,8 @@ def lookup_local(plan: SavePlan) -> KeptLocal | None:
     """Take out the entry whose plan is this one, formats included; scales may differ."""
     with _lock:
         for token, entry in _locals.items():
-            if _same_plan(entry.sent, plan):
+            if _is_same_plan(entry.sent, plan):
+                # it comes back in finish_plan: a save that fails before that leaves no rank that relies on it
                 return _locals.pop(token)
     return None
 
@@ -144,7 +149,7 @@ def remember_local(entry: KeptLocal) -> None:
 
 
 def lookup_global(token: str) -> KeptGlobal | None:
-    """What the coordinator kept under a token; it becomes the newest entry, as it does on the ranks."""
+    """Return what the coordinator kept under a token; it becomes the newest entry, as it does on the ranks."""
     with _lock:
         if token in _globals:
             _globals.move_to_end(token)
@@ -152,28 +157,29 @@ def lookup_global(token: str) -> KeptGlobal | None:
 
 
 def remember_global(entry: KeptGlobal) -> str:
-    """Keep it under a new token."""
+    """Keep an entry under a new token, and return that."""
     token = uuid.uuid4().hex
     with _lock:
         _globals[token] = entry
-        _trim(_globals, 2 * KEPT)  # some are of saves that failed, and no rank remembers them
+        # some are of saves that failed, and no rank remembers them
+        _trim(_globals, 2 * KEPT)
     return token
 
 
 def restored(all_plans: list[SavePlan]) -> tuple[list[SavePlan], str | None]:
-    """The full plans behind what ranks sent, and the token if all of them are unchanged.
+    """Return the full plans behind what ranks sent, and the token if all of them are unchanged.
 
     Raises:
         ValueError: a rank sent a token that this process did not give out, or gave to another rank.
     """
     deltas = [plan.planner_data for plan in all_plans]
     tokens = {delta.token for delta in deltas if isinstance(delta, UnchangedPlan)}
-    plans = [_restored(rank, plan, len(all_plans)) for rank, plan in enumerate(all_plans)]
+    plans = [_restore_one(rank, plan, len(all_plans)) for rank, plan in enumerate(all_plans)]
     unchanged = len(tokens) == 1 and all(isinstance(delta, UnchangedPlan) for delta in deltas)
     return plans, tokens.pop() if unchanged else None
 
 
-def _restored(rank: int, plan: SavePlan, ranks: int) -> SavePlan:
+def _restore_one(rank: int, plan: SavePlan, ranks: int) -> SavePlan:
     delta = plan.planner_data
     if not isinstance(delta, UnchangedPlan):
         return plan
@@ -188,7 +194,7 @@ def _restored(rank: int, plan: SavePlan, ranks: int) -> SavePlan:
     return dataclasses.replace(sent, planner_data=dataclasses.replace(sent.planner_data, now=delta.now))
 
 
-def _same_plan(one: SavePlan, other: SavePlan) -> bool:
+def _is_same_plan(one: SavePlan, other: SavePlan) -> bool:
     mine: RankRecord = one.planner_data
     theirs: RankRecord = other.planner_data
     return (

@@ -36,7 +36,7 @@ Directory = str | os.PathLike[str]
 
 
 def refuse_without_checksums(*, checksums: bool) -> None:
-    """Refuse a delta without them."""
+    """Refuse a delta without checksums."""
     if not checksums:
         raise ValueError(
             "QuantizedSavePlanner: delta_to needs checksums=True: what is made of base and delta is compared with them"
@@ -51,20 +51,21 @@ class SinceBase(SaveStep):
         self._chosen: frozenset[MetadataIndex] = frozenset()
 
     def local_plan(self, plan: SavePlan, data: Source) -> SavePlan:
-        """Choose, and tell for each item 1 where it will be stored as changes, else 0."""
+        """Choose, and tell for each item 1 if it will be stored as changes, else 0."""
         flags = bytes(self._fits(item, data) for item in plan.items)
         self._chosen = frozenset(item.index for item, flag in zip(plan.items, flags, strict=True) if flag)
         return tell(plan, "delta_to", fixed=flags, now=self.base.link.digest)
 
     def agree(self, save: GlobalSave) -> None:
-        """Find the tensors that are stored as changes; the manifest names the base.
+        """Find the tensors that are stored as changes, and name the base in the manifest.
 
         Raises:
             ValueError: some ranks store a tensor in full.
         """
         save.refuse_apart("delta_to is agreed on by all ranks")
         names: tuple[set[str], set[str]] = set(), set()  # in full, as changes
-        for plan in save.plans:  # the coordinator's may have got more items: scalars, whose rank takes no part
+        for plan in save.plans:
+            # the coordinator's plan may have got more items, for which it has no flag (`with_unlisted`)
             flags = chain(plan.planner_data.options["delta_to"], repeat(0))
             for item, coded in zip(plan.items, flags, strict=False):
                 names[coded].add(item.index.fqn)
@@ -77,30 +78,32 @@ class SinceBase(SaveStep):
         save.manifest, save.coded = with_base(save.manifest, self.base.link), frozenset(names[1])
 
     def finish_plan(self, plan: SavePlan, answers: Mapping[str, Any]) -> SavePlan:
-        """The items become items of bytes. Raises ValueError for a writer that keeps no bytes."""
+        """Make the chosen items items of bytes. Raises ValueError for a writer that keeps no bytes."""
         if writes_safetensors(plan.storage_data):
             raise ValueError(
                 "QuantizedSavePlanner: delta_to needs a writer that keeps bytes and DCP's planner data, such as "
                 "FileSystemWriter; HuggingFaceStorageWriter keeps tensors alone"
             )
         items = [
+            # writers store an item of bytes at whatever length it has; a tensor's length follows from its shape
             dataclasses.replace(item, type=WriteItemType.BYTE_IO) if item.index in self._chosen else item
             for item in plan.items
         ]
         return dataclasses.replace(plan, items=items)
 
     def resolve(self, item: WriteItem, source: Source) -> Data:
-        """What is stored for a chunk, a CPU tensor."""
+        """Return what is stored for a chunk, which the step of the checksums has copied to the CPU."""
         data = source(item)
         if item.index not in self._chosen:
             return data
         assert isinstance(data, Tensor)
         assert item.tensor_data is not None
+        # changes are found byte by byte, so the bytes must be those of the values
         plain = data.detach().resolve_conj().resolve_neg().contiguous()
         return io.BytesIO(encode_chunk(self.base.read(item.index.fqn, item.tensor_data.chunk), plain))
 
     def commit(self, files: set[str]) -> None:
-        """The base must still be there."""
+        """Check that the base is still there."""
         self.base.check_unchanged()
 
     def _fits(self, item: WriteItem, data: Source) -> bool:
@@ -109,5 +112,6 @@ class SinceBase(SaveStep):
             return False
         if not self.base.holds(item.index.fqn, placed.properties.dtype, placed.size):
             return False
+        # the record says shape and dtype alone; a tensor of another library's class has other bytes than these
         found = data(item)
         return isinstance(found, Tensor) and is_plain(found)

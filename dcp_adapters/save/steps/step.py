@@ -81,29 +81,30 @@ class SaveStep:
     stages: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls) -> None:
+        # the planner asks only the steps that define a stage: `resolve` runs once for each of thousands of items
         cls.stages |= frozenset(vars(cls))
 
     def local_plan(self, plan: SavePlan, data: Source) -> SavePlan:
-        """The plan to send; `data` gives the data of an item, as stock DCP has it."""
+        """Return the plan to send; `data` gives the data of an item, as stock DCP has it."""
         return plan
 
     def receive(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans behind those that ranks sent."""
+        """Return the plans behind those that ranks sent."""
         return plans
 
     def agree(self, save: GlobalSave) -> None:
-        """Compare what ranks tell; raises before anything is written."""
+        """Compare what ranks tell; raise before anything is written."""
 
     def planned(self, save: GlobalSave) -> None:
         """Add what depends on all plans; the last stage before ranks write."""
 
     def finish_plan(self, plan: SavePlan, answers: Mapping[str, Any]) -> SavePlan:
-        """The plan to write."""
+        """Return the plan to write."""
         return plan
 
     def resolve(self, item: WriteItem, source: Source) -> Data:
-        """What is stored for an item, from the data that `source` gives."""
+        """Return what is stored for an item, from the data that `source` gives."""
         return source(item)
 
     def commit(self, files: set[str]) -> None:
-        """Look once more at the files that are written, before the metadata name them; raises if they must not."""
+        """Look once more at the files that are written; raise if the metadata must not name them."""

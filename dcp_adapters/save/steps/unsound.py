@@ -59,15 +59,15 @@ class DeepVerify(SaveStep):
         self.level, self.fits = level, refuse_unsound(saving.flat, level)
 
     def local_plan(self, plan: SavePlan, data: Source) -> SavePlan:
-        """How the pieces fit their masters travels with the plan."""
+        """Send with the plan how the pieces fit their masters."""
         return tell(plan, "verify", now=(self.level, self.fits))
 
 
 @torch.no_grad()
 def refuse_unsound(flat: Mapping[str, Any], level: Level) -> Fits:
-    """Raise ValueError where tensors of a flattened state dict do not mean what they should; all of them in one error.
+    """Raise ValueError if tensors of a flattened state dict do not mean what they should; one error names all.
 
-    So it does where there are masters and none can be compared; where some can not, it warns.
+    If there are masters and none can be compared, it raises, too; if some cannot, it warns.
 
     Args:
         flat: name -> leaf.
@@ -84,27 +84,28 @@ def refuse_unsound(flat: Mapping[str, Any], level: Level) -> Fits:
     fits: dict[str, dict[str, int]] = {}
     _refuse_uncompared(masters, tensors, level)
     for name, value in tensors.items():
-        beside = [master for master in masters.beside.get(name, []) if _placed(tensors[master]) == _placed(value)]
+        beside = [master for master in masters.beside.get(name, []) if _placement(tensors[master]) == _placement(value)]
         own = {master: local_of(tensors[master]) for master in beside}
         check: TensorCheck | DenseCheck
         if entries[name].recipe is not None:
-            check = judged = _judged(entries[name], value, own, level)
+            check = judged = _judge(entries[name], value, own, level)
             found += [problem for problem in judged.problems() if problem.fault]
         elif beside:
-            check = _compared(entries[name], value, own)
+            check = _compare(entries[name], value, own)
         else:
             continue
         said.append(check.master_problems())
         for master, how in check.fits().items():
+            # what this rank alone cannot tell: other ranks may hold pieces of another step
             fits.setdefault(master, {})[name] = how
     _refuse([*found, *find_unfit(said)], level)
     return {master: each for master, each in fits.items() if any(how != BOTH for how in each.values())}
 
 
 def _refuse_uncompared(masters: Masters, tensors: Mapping[str, Tensor], level: Level) -> None:
-    """Raise ValueError where none of a rank's masters can be compared, and warn of those that can not be."""
+    """Raise ValueError if none of a rank's masters can be compared; warn of some that cannot."""
     pairs = [(name, master) for name, beside in masters.beside.items() for master in beside]
-    there = {master for name, master in pairs if _placed(tensors[master]) == _placed(tensors[name])}
+    there = {master for name, master in pairs if _placement(tensors[master]) == _placement(tensors[name])}
     left = dict(masters.left) | {master: ELSEWHERE for _, master in pairs if master not in there}
     if not left:
         return
@@ -119,13 +120,13 @@ def _refuse_uncompared(masters: Masters, tensors: Mapping[str, Tensor], level: L
 
 
 def refuse_told_mixtures(told: Sequence[tuple[Level, Fits] | None]) -> None:
-    """`refuse_mixtures` of what ranks tell (see `DeepVerify`); None from one that does not verify."""
+    """Call `refuse_mixtures` with what ranks tell (see `DeepVerify`); None from one that does not verify."""
     levels = [said[0] for said in told if said is not None]
     refuse_mixtures([{} if said is None else said[1] for said in told], levels[0])
 
 
 def refuse_mixtures(said: Sequence[Fits], level: Level) -> None:
-    """Raise ValueError where the pieces of ranks each fit a master, and no tensor as a whole does; a pure function.
+    """Raise ValueError if the pieces of ranks each fit a master, and no whole tensor does; a pure function.
 
     Args:
         said: for each rank what `refuse_unsound` returned; nothing from one that does not verify.
@@ -135,6 +136,7 @@ def refuse_mixtures(said: Sequence[Fits], level: Level) -> None:
     for master in sorted({master for own in said for master in own}):
         rows = [own.get(master, {}) for own in said]
         held = {name: [row.get(name, BOTH) for row in rows] for name in sorted({name for row in rows for name in row})}
+        # WRITTEN and FRESH are bits: one way that all ranks share is left after the AND
         if any(functools.reduce(operator.and_, ranks) for ranks in held.values()):
             continue
         name, ranks = next(iter(held.items()))
@@ -152,45 +154,48 @@ def _refuse(problems: Sequence[Problem], level: Level) -> None:
         )
 
 
-def _judged(entry: Entry, value: Tensor, masters: Mapping[str, Tensor], level: Level) -> TensorCheck:
-    """The check of a quantized tensor's local part."""
+def _judge(entry: Entry, value: Tensor, masters: Mapping[str, Tensor], level: Level) -> TensorCheck:
+    """Return the check of a quantized tensor's local part."""
     q = quantized_local(value)
     assert q is not None
     assert entry.recipe is not None
     dims = _cut_dims(value)
+    # of a tensor that is cut, this rank sees whether bytes follow from scales, not whether scales follow from all
+    # values
     check = TensorCheck(entry, level, [*masters], whole=not dims, rows=value.ndim - 1 not in dims)
     parts, start, stop = settled_parts(entry.name, q), *_whole_blocks(value, entry.recipe)
+    # a square block that a boundary cuts has a scale of values which this rank does not hold
     if value.ndim > 1 and (start, stop) != (0, q.shape[-2]):
         wide = {name: part for name, part in parts.items() if part.ndim < q.ndim}
         parts = {name: part.narrow(-2, start, stop - start) for name, part in parts.items() if name not in wide} | wide
         masters = {name: master.narrow(-2, start, stop - start) for name, master in masters.items()}
     shape = (*q.shape[:-2], stop - start, q.shape[-1]) if value.ndim > 1 else tuple(q.shape)
     for piece in slabs(shape, entry.recipe):
-        check.see(cut(parts, entry.recipe, piece), _rows(masters, piece, q.device))
+        check.see(cut(parts, entry.recipe, piece), _master_rows(masters, piece, q.device))
     return check
 
 
-def _rows(masters: Mapping[str, Tensor], piece: slice, device: torch.device) -> dict[str, Tensor]:
-    """Some rows of each master, where the weight is: one of the two may be offloaded."""
+def _master_rows(masters: Mapping[str, Tensor], piece: slice, device: torch.device) -> dict[str, Tensor]:
+    """Return some rows of each master, on the weight's device: one of the two may be offloaded."""
     return {name: master[piece].to(device) for name, master in masters.items()}
 
 
-def _compared(entry: Entry, value: Tensor, masters: Mapping[str, Tensor]) -> DenseCheck:
-    """The check of a dense tensor's local part."""
+def _compare(entry: Entry, value: Tensor, masters: Mapping[str, Tensor]) -> DenseCheck:
+    """Return the check of a dense tensor's local part."""
     check, local = DenseCheck(entry, [*masters]), local_of(value)
     dense = getattr(local, "dense", local)  # of storage="high_precision"
     for piece in slabs(dense.shape, None):
-        check.see(dense[piece], _rows(masters, piece, dense.device))
+        check.see(dense[piece], _master_rows(masters, piece, dense.device))
     return check
 
 
-def _placed(value: Tensor) -> object:
-    """Where a tensor's shards lie: a master that lies elsewhere is not compared."""
+def _placement(value: Tensor) -> object:
+    """Return where a tensor's shards lie: a master that lies elsewhere is not compared."""
     return (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
 
 
 def _cut_dims(value: Tensor) -> set[int]:
-    """The dims along which ranks hold pieces."""
+    """Return the dims along which ranks hold pieces."""
     if not isinstance(value, DTensor):
         return set()
     sizes = value.device_mesh.shape
@@ -202,7 +207,7 @@ def _cut_dims(value: Tensor) -> set[int]:
 
 
 def _whole_blocks(value: Tensor, recipe: Recipe) -> tuple[int, int]:
-    """The rows of this rank that are whole square blocks, as (first, behind the last)."""
+    """Return the rows of this rank that are whole square blocks, as (first, behind the last)."""
     rows, group = local_of(value).shape[-2] if value.ndim > 1 else 1, row_multiple(recipe)
     cuts = cut_blocks_of(value, recipe) if group > 1 else None
     if cuts is None:
