@@ -36,7 +36,6 @@ from dcp_adapters.save.staging.stager import QuantizedStager
 from dcp_adapters.save.steps.overwrite import remove_replaced
 from dcp_adapters.stored.read_manifest import read_manifest
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
-from dcp_adapters.stored.saves import LatestVerified, Retained, Skipped, keep_latest, latest_verified
 
 if TYPE_CHECKING:
     from dcp_adapters.delta import (
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from dcp_adapters.hf.exporting.engine_scales import fused_linears
     from dcp_adapters.hf.exporting.export import export_hf
     from dcp_adapters.hf.reading.importing import import_hf
+    from dcp_adapters.stored.saves import LatestVerified, Retained, Skipped, keep_latest, latest_verified
     from dcp_adapters.streams import (
         GroupReceiver,
         GroupSender,
@@ -147,6 +147,9 @@ _HOMES = {
     "export_hf": "dcp_adapters.hf.exporting.export",
     "fused_linears": "dcp_adapters.hf.exporting.engine_scales",
     "import_hf": "dcp_adapters.hf.reading.importing",
+    **dict.fromkeys(
+        ("LatestVerified", "Retained", "Skipped", "keep_latest", "latest_verified"), "dcp_adapters.stored.saves"
+    ),
     "GroupReceiver": "dcp_adapters.streams",
     "GroupSender": "dcp_adapters.streams",
     "Incoming": "dcp_adapters.streams",

@@ -36,7 +36,8 @@ FOLDERS: dict[str, tuple[str, ...]] = {
         *("scales", "optim", "model", "merging", "."),
     ),
     "dcp_adapters": (
-        *("torch_private", "plain", "records", "delta.coding", "stored.reading", "stored", "save.staging"),
+        *("torch_private", "plain", "records", "delta.coding", "stored.reading", "stored.checkpoint"),
+        *("stored.part_values", "stored.verifying", "stored", "save.staging"),
         *("save.write_items", "save.steps", "save", "load", "convert"),
         *("hf.files", "hf.layouts", "hf.models", "hf.reading", "hf.sources", "hf.exporting", "hf", "gguf", "digests"),
         *("delta.patches", "delta", "streams", "cli", "cli.report", "."),

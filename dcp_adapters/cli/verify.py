@@ -1,4 +1,4 @@
-"""The command `verify`: stored/verify.py checks checkpoints, hf/reading/verify_directory.py checks directories."""
+"""The command `verify`: stored/verifying/ checks checkpoints, hf/reading/verify_directory.py checks directories."""
 
 import argparse
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from dcp_adapters.hf.reading.verify_directory import verify_directory
 from dcp_adapters.plain.progress_bar import Advance, progress_bar
 from dcp_adapters.plain.tables import human_bytes, table
 from dcp_adapters.stored.checkpoint import checkpoint_directory
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 
 FORMAT = "dcp_adapters.verify/1"
 ABOUT = """\

@@ -27,7 +27,7 @@ from dcp_adapters.records.soundness import Level, check_level
 from dcp_adapters.stored.reading.metadata_checks import METADATA
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 from dcp_adapters.stored.removal import is_save, remove_unneeded
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from fsdp_hooks.ranks.across_ranks import on_first
 from fsdp_hooks.ranks.waiting import IN_GROUP, waited_for
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_adapters import SafeFileSystemReader
 from dcp_adapters.cli.main import main
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, assert_holds, load, save, values
 from tests.dcp_adapters.fsspec_storage import FsspecReader

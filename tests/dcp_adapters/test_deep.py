@@ -24,8 +24,8 @@ from dcp_adapters.records.entry import Entry
 from dcp_adapters.records.masters import NAMELESS, OTHER_SHAPE, Masters
 from dcp_adapters.records.soundness import BOTH, FRESH, WRITTEN
 from dcp_adapters.save.steps.unsound import _cut_dims, refuse_mixtures, refuse_unsound
-from dcp_adapters.stored.deep import CONVERTED
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.deep import CONVERTED
+from dcp_adapters.stored.verifying.verify import verify
 from fsdp_hooks.torch_private import make_wrapper
 from qtensor import (
     Float8CurrentScaling,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor.placement_types import Placement
 
-    from dcp_adapters.stored.findings import Report
+    from dcp_adapters.stored.verifying.findings import Report
 
 COLUMNS = 128  # every recipe's block fits
 ROWS = {each.name: 160 if each.square else 72 for each in TABLE}

@@ -14,7 +14,7 @@ from dcp_adapters.cli.main import main
 from dcp_adapters.hf.layouts.layout import KINDS
 from dcp_adapters.records.recipe_names import find_target, recipe_label
 from dcp_adapters.stored.part_values import WITHOUT_NAN, _not_finite, holds_nan
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
 from qtensor.spec.format import PartSpec
 from qtensor.spec.registry import specs_of

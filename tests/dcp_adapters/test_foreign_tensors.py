@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate
 from dcp_adapters import QuantizedSavePlanner, QuantizedStager, SafeFileSystemReader, export_hf
 from dcp_adapters.plain.plain_memory import memory_of
 from dcp_adapters.records.checksums import CHECKSUMS, checksum_table, chunk_key, digest_of, rows_of
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from qtensor import quantize
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 from tests.dcp_adapters.cases import RECIPES, alone, bits, load, placed, save, values

@@ -36,7 +36,7 @@ from dcp_adapters import Manifest, QuantizedLoadPlanner, SafeFileSystemReader, r
 from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON
 from dcp_adapters.stored.reading.metadata_checks import holding_faults, record_faults
 from dcp_adapters.stored.reading.places import file_faults
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from dcp_adapters.torch_private import StorageInfo
 from qtensor import quantize
 from tests.dcp_adapters import tampering

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_adapters.cli.main import main
 from dcp_adapters.records.entry import Entry
 from dcp_adapters.records.masters import NAMELESS, NO_PARAMETER, NUMBERED, OTHER_DTYPE, OTHER_SHAPE, TWICE, Masters
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, quantize, quantize_
 from tests.dcp_adapters.cases import placed, save, values
 from tests.dcp_adapters.test_deep import copied

@@ -13,9 +13,9 @@ from dcp_adapters.cli.digest import Side
 from dcp_adapters.cli.main import main
 from dcp_adapters.hf.reading.verify_directory import verify_directory
 from dcp_adapters.records.manifest import Manifest
-from dcp_adapters.stored.digest_check import DigestCheck
 from dcp_adapters.stored.numeric_error import error_between
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.digest_check import DigestCheck
+from dcp_adapters.stored.verifying.verify import verify
 from tests.dcp_adapters.cases import save
 from tests.dcp_adapters.test_differences import entry, stored
 

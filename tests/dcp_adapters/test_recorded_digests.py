@@ -17,7 +17,7 @@ from dcp_adapters.cli.main import main
 from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON, Manifest
 from dcp_adapters.save.steps import plan_cache
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from qtensor import quantize
 from tests.dcp_adapters.cases import RECIPES, alone, load, model, models, placed, reference, save, values
 from tests.dcp_adapters.test_async import overwrite

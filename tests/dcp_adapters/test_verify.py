@@ -25,7 +25,7 @@ from dcp_adapters import QuantizedSavePlanner
 from dcp_adapters.records.checksums import CHECKSUMS
 from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON, Manifest
 from dcp_adapters.stored.reading.metadata_checks import chunk_in_words
-from dcp_adapters.stored.verify import VerifyReport, verify
+from dcp_adapters.stored.verifying.verify import VerifyReport, verify
 from dcp_adapters.torch_private import StorageInfo
 from tests.dcp_adapters import tampering
 from tests.dcp_adapters.cases import RECIPES, alone, bits, models

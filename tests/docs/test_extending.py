@@ -30,7 +30,7 @@ from dcp_adapters.hf.layouts.layout import KINDS, UNCALIBRATED, register_kind
 from dcp_adapters.hf.layouts.registry import LAYOUTS
 from dcp_adapters.hf.reading.reader import HuggingFaceReader
 from dcp_adapters.hf.reading.verify_directory import verify_directory
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from layerwise import Algorithm, Max
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, quantize, quantized_model_init
 from tests.dcp_adapters.cases import save

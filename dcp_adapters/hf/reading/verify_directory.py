@@ -22,9 +22,9 @@ from dcp_adapters.plain.progress_bar import Advance, ignore_progress
 from dcp_adapters.plain.words import few_of
 from dcp_adapters.records.entry import Entry
 from dcp_adapters.records.soundness import Level
-from dcp_adapters.stored.deep import and_deep
-from dcp_adapters.stored.findings import Finding, VerifyReport
 from dcp_adapters.stored.part_values import value_fault
+from dcp_adapters.stored.verifying.deep import and_deep
+from dcp_adapters.stored.verifying.findings import Finding, VerifyReport
 
 SHOWN = 3  # names in a sentence
 

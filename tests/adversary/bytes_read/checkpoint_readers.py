@@ -16,7 +16,7 @@ from dcp_adapters import QuantizedLoadPlanner, SafeFileSystemReader, read_manife
 from dcp_adapters.digests.stored import source_digests
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.inspect import inspect_checkpoint
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from tests.adversary.bytes_read.outcomes import TOUCHED, Case, facts
 from tests.dcp_adapters.cases import alone
 from tests.dcp_adapters.test_hostile import target

@@ -21,7 +21,7 @@ from dcp_adapters.records.checksums import CHECKSUMS
 from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.inspect import inspect_checkpoint
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from dcp_adapters.torch_private import is_marked
 from tests.adversary.bytes_read.changes import EXTREMES, TEXTS, changed_bytes, changed_json
 from tests.adversary.bytes_read.checkpoint_readers import READERS, stored

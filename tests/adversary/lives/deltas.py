@@ -20,7 +20,7 @@ from dcp_adapters import (
     remove_checkpoints,
 )
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from tests.adversary.attack import Found
 from tests.adversary.lives import numerics
 from tests.adversary.lives.checkpoints import complete, fresh, loaded, plain_entries

@@ -29,7 +29,7 @@ from dcp_adapters import (
 from dcp_adapters.records.checksums import CHECKSUMS
 from dcp_adapters.records.manifest import MANIFEST, BaseLink, Manifest, with_base
 from dcp_adapters.stored.checkpoint import CheckpointUnusable, StoredCheckpoint
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from dcp_adapters.torch_private import DELTA, is_marked
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import alone, held, load, save, values

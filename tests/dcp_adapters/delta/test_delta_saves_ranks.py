@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from dcp_adapters import QuantizedSavePlanner, QuantizedStager, SafeFileSystemReader, expand, read_manifest
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from tests.dcp_adapters.cases import RECIPES, alone, assert_holds, leaves, load, local_of, models, reference, save
 from tests.dcp_adapters.delta.test_delta_saves import data_bytes, kind_of, marked
 from tests.dcp_adapters.test_async import Training, overwrite, whole

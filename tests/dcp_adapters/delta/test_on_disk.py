@@ -19,7 +19,7 @@ from dcp_adapters.delta.patches.patch_format import open_delta
 from dcp_adapters.hf.exporting.export import export_hf
 from dcp_adapters.hf.reading.verify_directory import verify_directory
 from dcp_adapters.stored.checkpoint import CheckpointUnusable, StoredCheckpoint
-from dcp_adapters.stored.verify import verify
+from dcp_adapters.stored.verifying.verify import verify
 from qtensor import MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from tests.dcp_adapters.cases import save
 from tests.dcp_adapters.delta.states import every_dtype, nudged

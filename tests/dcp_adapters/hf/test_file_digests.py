@@ -20,7 +20,7 @@ from fsdp_hooks.kernels.byte_sums import TensorPiece, byte_sums
 from qtensor import Int4GroupScaling, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 
 if TYPE_CHECKING:
-    from dcp_adapters.stored.findings import VerifyReport
+    from dcp_adapters.stored.verifying.findings import VerifyReport
 
 KEY = "qtensor.digests"
 

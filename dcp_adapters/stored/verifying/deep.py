@@ -15,7 +15,7 @@ from dcp_adapters.records.masters import Masters, explain_left_out
 from dcp_adapters.records.soundness import DenseCheck, Level, Problem, TensorCheck, cut, find_unfit, slabs
 from dcp_adapters.records.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from dcp_adapters.stored.findings import Finding, VerifyReport
+from dcp_adapters.stored.verifying.findings import Finding, VerifyReport
 from qtensor.spec.registry import specs_of
 
 CONVERTED = "converted since they were saved, so not judged: look at what they were converted from"

@@ -7,9 +7,9 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_adapters.plain.words import few_of
-from dcp_adapters.stored.findings import Finding
 from dcp_adapters.stored.reading.metadata_checks import METADATA, Fault, chunk_in_words
 from dcp_adapters.stored.reading.places import cut_off_fault, look_at, shared_places, sharing_message
+from dcp_adapters.stored.verifying.findings import Finding
 
 SHOWN = 3  # names in a sentence
 

@@ -29,11 +29,6 @@ from dcp_adapters.records.checksums import CHECKSUMS, ROW, chunk_key, digest_of,
 from dcp_adapters.records.manifest import MANIFEST, Manifest, manifest_of
 from dcp_adapters.records.soundness import Level, check_level
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
-from dcp_adapters.stored.deep import and_deep
-from dcp_adapters.stored.digest_check import DigestCheck
-from dcp_adapters.stored.file_check import check_files
-from dcp_adapters.stored.findings import Finding, VerifyReport
-from dcp_adapters.stored.manifest_faults import manifest_faults
 from dcp_adapters.stored.part_values import value_fault
 from dcp_adapters.stored.reading.base import Base
 from dcp_adapters.stored.reading.metadata_checks import (
@@ -47,6 +42,11 @@ from dcp_adapters.stored.reading.metadata_checks import (
 from dcp_adapters.stored.reading.places import contradiction
 from dcp_adapters.stored.reading.reader import read_metadata_file
 from dcp_adapters.stored.reading.tensor_archive import FileSlice, read_header
+from dcp_adapters.stored.verifying.deep import and_deep
+from dcp_adapters.stored.verifying.digest_check import DigestCheck
+from dcp_adapters.stored.verifying.file_check import check_files
+from dcp_adapters.stored.verifying.findings import Finding, VerifyReport
+from dcp_adapters.stored.verifying.manifest_faults import manifest_faults
 from dcp_adapters.torch_private import is_marked
 from qtensor.spec.registry import specs_of
 
