@@ -249,4 +249,5 @@ def _tensor(data: bytes) -> Tensor:
 def _bytes(held: Tensor | None, name: str, where: str) -> bytes:
     if held is None:
         raise damaged(where, f"it lacks {name}")
-    return memory_of(held.contiguous()).raw
+    whole = held.contiguous()  # named, since what memory_of returns does not keep it alive
+    return memory_of(whole).raw
