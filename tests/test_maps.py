@@ -11,7 +11,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 PACKAGES = ("fsdp_hooks", "qtensor", "dcp_adapters", "layerwise")
 INSIDE = {"__pycache__", "templates"}  # folders that hold no module
-MOST = 13  # modules and folders on a floor of one folder, but for the packages' own
+MOST = 12  # modules and folders on one floor; three more in the packages themselves
 
 folders = sorted(path.parent for package in PACKAGES for path in (REPO / package).rglob("__init__.py"))
 every_folder = pytest.mark.parametrize("folder", folders, ids=[str(path.relative_to(REPO)) for path in folders])
