@@ -19,6 +19,7 @@ from torch import Tensor
 from dcp_adapters.delta.coding.changes import Changes
 from dcp_adapters.delta.coding.damage import damaged
 from dcp_adapters.delta.coding.zstd import compress, decompress
+from dcp_adapters.plain.plain_memory import memory_of
 
 MOST_CHANGES = 2**20  # of a frame; what decoding one takes is bounded by this
 MOST_UNITS = 2**40  # of a run: sums of gaps stay below 2^63
@@ -168,7 +169,8 @@ def _join_planes(planes: Sequence[bytes], count: int, unit: torch.dtype, what: s
 
 
 def _bytes(values: Tensor) -> bytes:
-    return bytes(values.numpy())
+    whole = values.contiguous()  # named, since what memory_of returns does not keep it alive
+    return memory_of(whole).raw
 
 
 def _tensor(data: bytes) -> Tensor:
