@@ -63,9 +63,9 @@ class Durations:
 
 
 def record_durations(config: pytest.Config) -> None:
-    """Write what a run takes to the file that the variable names, if it is set; workers of pytest-xdist leave it."""
+    """Write what a run takes to the file that the variable names, if it is set; not in other workers or ranks."""
     path = os.environ.get(VARIABLE)
-    if path and not hasattr(config, "workerinput"):
+    if path and not hasattr(config, "workerinput") and os.environ.get("RANK", "0") == "0":
         config.pluginmanager.register(Durations(Path(path)), "durations")
 
 

@@ -136,9 +136,8 @@ def _chunks(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[_Pa
             chunk, elements = [], 0
         chunk.append(param)
         elements += count
-    yield _ParamChunk(
-        chunk, elements
-    )  # an empty one if there are no parameters: the inner optimizer steps all the same
+    # An empty one if there are no parameters: the inner optimizer steps all the same.
+    yield _ParamChunk(chunk, elements)
 
 
 def lend_gradients(params: Sequence[Tensor], masters: Mapping[Tensor, Tensor], room: Room | None) -> None:
