@@ -216,12 +216,14 @@ def test_it_decides_what_is_rounded_and_says_what_it_cannot_take() -> None:
     with extended(ALGORITHM) as names:
         clipped: type[Algorithm] = names["Clipped"]
         results = {}
-        for algorithm in (Max(), clipped(keep=1.0), clipped(keep=0.99)):  # type: ignore[call-arg]
+        for algorithm in (Max(), clipped(keep=1.0), clipped(keep=0.1)):  # type: ignore[call-arg]
             case = Case(algorithm=algorithm, recipe=MXFP8BlockScaling())
             result = run(model_of(case), case)
             results[repr(algorithm)] = {name: bytes_of(value) for name, value in result.state_dict().items()}
         same, whole, less = results.values()
-        assert same == whole != less  # with all magnitudes it is Max
+        # With all magnitudes it is Max. In the other nine of ten are clipped: a scale is a power of two, which stays as
+        # it is if few are, and torch's versions draw different weights.
+        assert same == whole != less
         with pytest.raises(ValueError, match=r"Clipped: keep=0, expected a number above 0, at most 1"):
             clipped(keep=0)  # type: ignore[call-arg]
 
