@@ -188,5 +188,8 @@ def _trait(name: str) -> int:
 # in one variation runs a hand in each other, and so meets all that the code distinguishes in all of them.
 _BY_TRAIT = sorted(MAIN, key=_trait)
 HANDS = tuple({name: MAIN[name] for name in _BY_TRAIT[start::3]} for start in range(3))
+# These stand for all of MAIN in `make test` where each costs a training, a save or a world of ranks: scales of rows,
+# square blocks, packed elements under a scale for all. `make test-all` runs the others (tests/sampling.py).
+STAND_INS = {name: MAIN[name] for name in ("float8_row", "mxfp8_square", "nvfp4")}
 WIDER_BLOCKS = {each.name: each.recipe for each in TABLE if not _fits(each)}  # for larger K
 WITH_HISTORY = recipes(lambda each: each.history)

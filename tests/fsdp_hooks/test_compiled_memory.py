@@ -15,6 +15,7 @@ from qtensor import QuantizedTensor, quantize, quantized_model_init
 from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.ranks import run_ranks
 from tests.recipes import MAIN, facts
+from tests.sampling import sampled
 
 N = 256  # a dense weight has 2 N^2 elements; activations have 8 N
 
@@ -105,6 +106,6 @@ def alive_after_forward(storage: str) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
+@sampled("storage", ["quantized", "high_precision"], ["quantized"])
 def test_the_bytes_alive_between_forward_and_backward_are_those_of_activations(storage: str) -> None:
     run_ranks(2, alive_after_forward, storage)

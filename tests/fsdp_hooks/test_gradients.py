@@ -18,6 +18,7 @@ from tests.fsdp_hooks.cases import Collectives, K, assert_same_bytes, batch, exc
 from tests.fsdp_hooks.test_compile import compiles_once
 from tests.fsdp_hooks.test_tensor_parallel import HIDDEN, WIDTH, mesh_2d
 from tests.ranks import run_ranks, run_ranks_catching
+from tests.sampling import sampled
 
 ROWS = 96
 RECIPES = {
@@ -106,7 +107,7 @@ def _compiles(name: str, *, sharded: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["float8_tensor", "mxfp8"])
+@sampled("name", ["float8_tensor", "mxfp8"], ["float8_tensor"])
 def test_blocks_compile_as_one_graph_and_once(name: str) -> None:
     run_ranks(2, _compiles, name, sharded=True)
 

@@ -19,9 +19,9 @@ from qtensor import QuantizedTensor, quantize, quantized_model_init
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.registry import specs_of
 from tests.fsdp_hooks.cases import (
-    HANDS,
     RECIPES,
     TENSOR_WIDE,
+    TRAINED,
     UNEVEN,
     Collectives,
     K,
@@ -53,6 +53,7 @@ from tests.fsdp_hooks.dense_shards import (
 from tests.qtensor.recipes_under_test import unit
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 from tests.recipes import facts
+from tests.sampling import sampled
 
 # -- what is gathered --------------------------------------------------------------------------------------------------
 
@@ -85,9 +86,9 @@ def _unagreed_shards_are_gathered_exactly(name: str) -> None:
         assert len(set(scales.tolist())) > 1, "the test wants different scales"
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_without_an_agreement_every_shard_is_quantized_by_itself(world_size: int) -> None:
-    run_ranks_each(world_size, RECIPES if world_size == 3 else HANDS[0], _unagreed_shards_are_gathered_exactly)
+@pytest.mark.parametrize(("world_size", "names"), TRAINED)
+def test_without_an_agreement_every_shard_is_quantized_by_itself(world_size: int, names: tuple[str, ...]) -> None:
+    run_ranks_each(world_size, names, _unagreed_shards_are_gathered_exactly)
 
 
 def _agrees(name: str, shape: tuple[int, ...]) -> None:
@@ -104,7 +105,7 @@ def _agrees(name: str, shape: tuple[int, ...]) -> None:
     assert_shards(net, full, "agreed")
 
 
-@pytest.mark.parametrize(("world_size", "shape"), [(1, (1,)), (3, (3,)), (4, (2, 2)), (2, (2, 1))])
+@sampled(("world_size", "shape"), [(1, (1,)), (3, (3,)), (4, (2, 2)), (2, (2, 1))], [(3, (3,)), (2, (2, 1))])
 def test_one_all_reduce_makes_gathers_those_of_the_full_weight(world_size: int, shape: tuple[int, ...]) -> None:
     run_ranks_each(
         world_size, RECIPES if world_size == 3 else ("float8_tensor", "mxfp8", "nvfp4_square"), _agrees, shape
@@ -246,7 +247,7 @@ def _gathers_its_payload(name: str) -> None:
     assert want <= share <= want + 0.07, (name, share)  # fp32 scales of 64 columns, or of a small tensor
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@sampled("world_size", [1, 2, 3], [3])
 def test_an_all_gather_is_given_the_payload_bytes(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_row", "mxfp8_square", "nvfp4", "float8_tensor"), _gathers_its_payload)
 
@@ -288,7 +289,7 @@ def _costs_its_dense_shard_at_rest(name: str, *, offload: bool) -> None:
         assert found == expected, (f"after load_state_dict(assign={assign})", found, dense)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@sampled("world_size", [1, 2], [2])
 def test_a_shard_costs_its_dense_bytes_at_rest(world_size: int) -> None:
     run_ranks(world_size, _costs_its_dense_shard_at_rest, "mxfp8", offload=False)
     run_ranks(world_size, _costs_its_dense_shard_at_rest, "nvfp4", offload=True)
@@ -311,7 +312,7 @@ def _frees_what_it_gathered(name: str) -> None:
         assert not left, f"still allocated after reshard: {left}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@sampled("world_size", [1, 2], [2])
 def test_nothing_of_a_gathered_weight_stays_allocated_after_reshard(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_tensor", "mxfp8", "nvfp4_square"), _frees_what_it_gathered)
 
@@ -379,7 +380,7 @@ def _survives_stale_agreements(name: str, factor: float) -> None:
                 shard_.mul_(1 / factor if dist.get_rank() == writer else 1.0)
 
 
-@pytest.mark.parametrize(("world_size", "factor"), [(2, 1000.0), (3, 1000.0), (2, 0.001)])
+@sampled(("world_size", "factor"), [(2, 1000.0), (3, 1000.0), (2, 0.001)], [(3, 1000.0), (2, 0.001)])
 def test_a_write_since_the_agreement_does_not_saturate(world_size: int, factor: float) -> None:
     run_ranks_each(world_size, ("float8_tensor", "nvfp4"), _survives_stale_agreements, factor)
 

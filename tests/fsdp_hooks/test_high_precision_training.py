@@ -18,8 +18,8 @@ from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init
 from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.fsdp_hooks.cases import (
-    HANDS,
     RECIPES,
+    TRAINED,
     Collectives,
     K,
     Net,
@@ -44,6 +44,7 @@ from tests.fsdp_hooks.dense_shards import (
     whole,
 )
 from tests.ranks import run_ranks, run_ranks_each
+from tests.sampling import sampled
 from tests.torch_versions.release import RELEASE
 
 # -- parity ------------------------------------------------------------------------------------------------------------
@@ -59,10 +60,9 @@ def _trains_like_one_process(
     train_dense(shard(net, **options), reference, RECIPES[name], make=make, hook=hook)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_training_equals_one_process_with_uneven_and_empty_shards(world_size: int) -> None:
-    """All formats on 4 ranks, where shards are uneven, empty and cut inside of blocks."""
-    run_ranks_each(world_size, RECIPES if world_size == 4 else HANDS[world_size - 1], _trains_like_one_process)
+@pytest.mark.parametrize(("world_size", "names"), TRAINED)
+def test_training_equals_one_process_with_uneven_and_empty_shards(world_size: int, names: tuple[str, ...]) -> None:
+    run_ranks_each(world_size, names, _trains_like_one_process)
 
 
 def _trains_with(make: str) -> None:
@@ -74,23 +74,23 @@ def test_training_equals_one_process_with_any_torch_optimizer() -> None:
     run_ranks_each(2, [make for make in OPTIMIZERS if make != "adamw"], _trains_with)
 
 
-@pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))])
+@sampled(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))], [(4, (2, 2))])
 def test_training_equals_one_process_under_hsdp(world_size: int, shape: Sequence[int]) -> None:
     run_ranks_each(world_size, ("float8_tensor", "mxfp8_square"), _trains_like_one_process, shape=shape)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@sampled("world_size", [1, 2, 4], [2])
 def test_training_equals_one_process_under_cpu_offload(world_size: int) -> None:
     offload = CPUOffloadPolicy(pin_memory=False)
     run_ranks_each(world_size, ("float8_row", "nvfp4"), _trains_like_one_process, offload_policy=offload)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@sampled("world_size", [1, 3], [3])
 def test_training_equals_one_process_without_reshard_after_forward(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_tensor", "mxfp8"), _trains_like_one_process, reshard_after_forward=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@sampled("world_size", [1, 2], [2])
 def test_scales_may_be_agreed_on_by_a_hook_of_the_optimizer(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_tensor", "nvfp4_square"), _trains_like_one_process, hook=True)
 
@@ -101,7 +101,7 @@ def _accumulates(name: str) -> None:
     train_dense(shard(net), reference, RECIPES[name], micro_batches=3)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@sampled("world_size", [1, 3], [3])
 def test_training_equals_one_process_with_gradient_accumulation(world_size: int) -> None:
     run_ranks_each(world_size, ("mxfp8", "float8_tensor"), _accumulates)
 
@@ -237,7 +237,7 @@ def _trains_in_mixed_precision(case: tuple[str, torch.dtype | None]) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@sampled("world_size", [1, 2], [2])
 def test_fp32_shards_are_gathered_quantized_and_computed_with_in_bf16(world_size: int) -> None:
     cases = [(name, dtype) for dtype in (None, torch.float32) for name in ("float8_tensor", "mxfp8")]
     run_ranks_each(world_size, cases, _trains_in_mixed_precision)
@@ -291,7 +291,7 @@ def _moves(name: str) -> None:
     train_dense(net, reference, RECIPES[name])
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@sampled("world_size", [1, 3], [3])
 def test_moving_and_casting_a_sharded_model_keeps_values_and_kind(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_tensor", "mxfp8"), _moves)
 
@@ -325,7 +325,7 @@ def _trains_masters(name: str) -> None:
     assert not torch.equal(full["head.weight"], start["head.weight"])
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@sampled("world_size", [1, 3], [3])
 def test_masters_of_bf16_shards_train_like_one_process(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_tensor", "nvfp4"), _trains_masters)
 
@@ -357,6 +357,6 @@ def _reads_and_writes_gathered_weights(name: str) -> None:
     assert_shards(net, after, "refused")
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@sampled("world_size", [1, 4], [4])
 def test_what_is_written_into_gathered_weights_comes_back_dequantized(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_tensor", "mxfp8"), _reads_and_writes_gathered_weights)

@@ -7,6 +7,7 @@ test_matrix_experts.
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -40,9 +41,11 @@ from tests.fsdp_hooks.cases import (
 )
 from tests.fsdp_hooks.test_tensor_parallel import assert_reference_bytes
 from tests.ranks import run_ranks, run_ranks_each
+from tests.sampling import halves, sampled
 from tests.torch_versions.release import RELEASE
 
 STORAGES = ("quantized", "high_precision")
+FP32 = torch.float32
 
 
 def optimizer_of(net: nn.Module) -> MasterWeightOptimizer:
@@ -140,7 +143,7 @@ def _draws_what_a_plain_model_draws(name: str, storage: str) -> None:
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("world_size", [1, 4])
+@sampled("world_size", [1, 4], [4])
 def test_init_on_shards_draws_what_a_plain_model_draws(world_size: int, storage: str) -> None:
     names = ROW_RECIPES if world_size == 4 else TENSOR_WIDE
     run_ranks_each(world_size, names, _draws_what_a_plain_model_draws, storage)
@@ -169,14 +172,18 @@ def _recomputes(case: tuple[str, str, bool, bool]) -> None:
     follow(net, reference, own_gradients=True)
 
 
-def test_activation_checkpointing_changes_no_bit() -> None:
-    """Every way in either storage; each meets one of a format with a scale to agree on and one without."""
-    cases = [
-        (("float8_tensor", "mxfp8")[(number + around + reshard) % 2], storage, around, reshard)
-        for number, storage in enumerate(STORAGES)
-        for around in (True, False)
-        for reshard in (True, False)
-    ]
+# Every way in either storage, each with a format that has a scale to agree on or one that has none; in `make test` half
+# of them, in which any two values meet.
+RECOMPUTED = [
+    (("float8_tensor", "mxfp8")[(number + around + reshard) % 2], storage, around, reshard)
+    for number, storage in enumerate(STORAGES)
+    for around in (True, False)
+    for reshard in (True, False)
+]
+
+
+@halves("cases", RECOMPUTED, [case for case in RECOMPUTED if (case[1] == "quantized") == (case[2] == case[3])])
+def test_activation_checkpointing_changes_no_bit(cases: tuple[tuple[str, str, bool, bool], ...]) -> None:
     run_ranks_each(2, cases, _recomputes)
 
 
@@ -234,9 +241,10 @@ def _trains_in_mixed_precision(name: str, reduce_dtype: torch.dtype | None, outp
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("world_size", "reduce_dtype", "output_dtype"),
-    [(1, torch.float32, torch.float32), (2, None, None), (2, torch.float32, None), (2, torch.float32, torch.float32)],
+    [(1, FP32, FP32), (2, None, None), (2, FP32, None), (2, FP32, FP32)],
+    [(2, None, None), (2, FP32, FP32)],
 )
 def test_weights_that_appear_in_fp32_compute_in_bf16(
     world_size: int, reduce_dtype: torch.dtype | None, output_dtype: torch.dtype | None
@@ -258,10 +266,9 @@ def _trains_with_some_layers_quantized(name: str, *, one_group: bool) -> None:
     assert [fqn for fqn, _, _ in quantized(net)] == names
 
 
-@pytest.mark.parametrize("one_group", [True, False])
-def test_models_with_plain_layers_among_quantized_ones(one_group: bool) -> None:
-    names = RECIPES if one_group else HANDS[0]
-    run_ranks_each(3, names, _trains_with_some_layers_quantized, one_group=one_group)
+@sampled(("one_group", "hand"), [(True, 0), (True, 1), (True, 2), (False, 0)], [(True, 1), (False, 0)])
+def test_models_with_plain_layers_among_quantized_ones(one_group: bool, hand: int) -> None:
+    run_ranks_each(3, HANDS[hand], _trains_with_some_layers_quantized, one_group=one_group)
 
 
 def _trains_with_a_recipe_a_layer(storage: str, *, one_group: bool) -> None:
@@ -281,7 +288,10 @@ def _trains_with_a_recipe_a_layer(storage: str, *, one_group: bool) -> None:
     assert [local(weight).recipe for weight in kinds] == list(RECIPES.values())
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("one_group", [True, False])
+@sampled(
+    ("one_group", "storage"),
+    itertools.product((True, False), STORAGES),
+    [(True, "quantized"), (False, "high_precision")],
+)
 def test_models_with_another_recipe_in_every_layer(one_group: bool, storage: str) -> None:
     run_ranks(3, _trains_with_a_recipe_a_layer, storage, one_group=one_group)

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from qtensor import QuantizedTensor, quantize
 from tests.fsdp_hooks.cases import HANDS, RECIPES, TENSOR_WIDE, K, assert_gathers_exactly, local
 from tests.fsdp_hooks.test_matrix import follow
 from tests.ranks import run_ranks_each
+from tests.sampling import sampled
 
 ROWS, TOKENS = 32, 4
 
@@ -85,7 +85,7 @@ def _trains_experts(case: tuple[str, str], experts: int) -> None:
     assert_gathers_exactly(net, "after training")
 
 
-@pytest.mark.parametrize(("world_size", "experts"), [(2, 1), (2, 4), (2, 5), (4, 5)])
+@sampled(("world_size", "experts"), [(2, 1), (2, 4), (2, 5), (4, 5)], [(2, 1), (4, 5)])
 def test_stacked_experts_train_like_one_process(world_size: int, experts: int) -> None:
     """5 experts on 4 ranks: 2, 2, 1 and none; 1 on 2: all and none. All products, and on 4 ranks all formats."""
     hands = HANDS if world_size == 4 else [(name,) for name in TENSOR_WIDE]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tests.fsdp_hooks.cases import (
 from tests.fsdp_hooks.test_matrix import STORAGES, follow, mean_of_ranks
 from tests.fsdp_hooks.test_tensor_parallel import assert_reference_bytes
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
+from tests.sampling import halves, sampled
 
 # -- tied weights ------------------------------------------------------------------------------------------------------
 
@@ -63,8 +65,9 @@ def _shares_one_weight(name: str, storage: str, *, reshard: bool) -> None:
     assert len(list(net.parameters())) == 6
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("reshard", [True, False])
+@sampled(
+    ("reshard", "storage"), itertools.product((True, False), STORAGES), [(True, "quantized"), (False, "high_precision")]
+)
 def test_layers_that_share_a_quantized_weight_add_their_gradients(reshard: bool, storage: str) -> None:
     run_ranks_each(2, ("float8_tensor", "mxfp8", "nvfp4"), _shares_one_weight, storage, reshard=reshard)
 
@@ -169,9 +172,10 @@ def _trains_adapters(name: str, make: str) -> None:
     assert_same_snapshot({key: value for key, value in snapshot(net).items() if key in held}, held, "the base")
 
 
+@halves("names", ROW_RECIPES, ("float8_tensor", "nvfp4"))
 @pytest.mark.parametrize("make", ["masters", "plain"])
-def test_adapters_train_on_a_frozen_quantized_base(make: str) -> None:
-    run_ranks_each(2, ROW_RECIPES, _trains_adapters, make)
+def test_adapters_train_on_a_frozen_quantized_base(make: str, names: tuple[str, ...]) -> None:
+    run_ranks_each(2, names, _trains_adapters, make)
 
 
 MESH = 199  # bytes: the numbers of its ranks

@@ -6,6 +6,7 @@ rows than a block, or none.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests import recipes
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, local, mesh_of
 from tests.fsdp_hooks.test_cut_blocks import assert_bytes_of, piece
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
+from tests.sampling import halves, sampled
 
 RECIPES = recipes.MAIN | recipes.WITH_HISTORY
 MESHES: dict[str, tuple[Any, ...]] = {
@@ -120,9 +122,20 @@ def _merges(name: str, shape: tuple[Any, ...]) -> None:
             assert getattr(ours, figure) == pytest.approx(getattr(its, figure), rel=1e-10), (name, shape, figure)
 
 
-@pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
-def test_the_bytes_and_the_report_are_those_of_one_process(shape: Any) -> None:
-    run_ranks_each(ranks(shape), RECIPES, _merges, shape)
+# In `make test` each format on one mesh. What is cut and agreed on depends on mesh and trait, so each of these meshes
+# has a tensor-wide, a square and a packed format.
+DEALT: dict[tuple[Any, ...], Any] = {
+    (3,): recipes.HANDS[1] | recipes.WITH_HISTORY,
+    (2, 2): recipes.HANDS[2],
+    (2, 2, "tp"): recipes.HANDS[0],
+}
+DEALT_OUT = [(shape, tuple(DEALT[shape])) for shape in DEALT]
+ON_ALL = [(shape, tuple(name for name in RECIPES if name not in DEALT.get(shape, ()))) for shape in MESHES.values()]
+
+
+@sampled(("shape", "names"), [*DEALT_OUT, *ON_ALL], DEALT_OUT)
+def test_the_bytes_and_the_report_are_those_of_one_process(shape: Any, names: tuple[str, ...]) -> None:
+    run_ranks_each(ranks(shape), names, _merges, shape)
 
 
 STACK = (4, 96, 256)  # experts [E, N, K]
@@ -144,8 +157,9 @@ def _merges_stacks(name: str) -> None:
             assert_same_bytes(found.to_local(), piece(tensor, found), f"{name}, {placements}: {part}")
 
 
-def test_stacked_experts_may_be_cut_anywhere() -> None:
-    run_ranks_each(4, RECIPES, _merges_stacks)
+@halves("names", RECIPES, ("float8_block_square", *recipes.STAND_INS))
+def test_stacked_experts_may_be_cut_anywhere(names: tuple[str, ...]) -> None:
+    run_ranks_each(4, names, _merges_stacks)
 
 
 def _counts(name: str, shape: tuple[Any, ...]) -> dict[str, int]:
@@ -192,9 +206,10 @@ def _merges_what_is_gathered_quantized(name: str, shape: tuple[Any, ...]) -> Non
 GATHERED = [name for name in RECIPES if "high_precision" in recipes.facts(RECIPES[name]).storages]
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["3 ranks", "HSDP"])
-def test_what_is_gathered_quantized_agrees_on_scales(shape: Any) -> None:
-    run_ranks_each(ranks(shape), GATHERED, _merges_what_is_gathered_quantized, shape)
+@halves("names", GATHERED, ("float8_block_square", *recipes.STAND_INS))
+@sampled("shape", [(3,), (2, 2)], [(3,)], ids=["3 ranks", "HSDP"])
+def test_what_is_gathered_quantized_agrees_on_scales(shape: Any, names: tuple[str, ...]) -> None:
+    run_ranks_each(ranks(shape), names, _merges_what_is_gathered_quantized, shape)
 
 
 def _merges_after_a_forward(name: str) -> None:
@@ -264,8 +279,11 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 2, "tp")], ids=["FSDP", "HSDP", "FSDP x TP"])
-@pytest.mark.parametrize("case", ALIKE)
+@sampled(
+    ("case", "shape"),
+    itertools.product(ALIKE, [(2,), (2, 2), (2, 2, "tp")]),
+    [("a name", (2, 2)), ("a shape", (2,)), ("not finite", (2,)), ("not finite", (2, 2, "tp"))],
+)
 def test_what_cannot_be_merged_is_refused_by_name_on_all_ranks(case: str, shape: Any) -> None:
     errors = run_ranks(ranks(shape), _refuses, case, shape)
     assert all(error.startswith("ValueError: merge_: ") and ALIKE[case] in error for error in errors), errors

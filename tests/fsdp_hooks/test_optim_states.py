@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from qtensor import MasterWeightOptimizer, NVFP4BlockScaling, quantize_
 from tests.optimizer_states import FORMS, INNER, assert_same_model, bytes_of, masters_in, round_trip
 from tests.ranks import run_ranks, run_ranks_each
+from tests.sampling import sampled
 
 
 class Net(nn.Module):
@@ -50,7 +51,7 @@ def comes_back(name: str) -> None:
             round_trip(sharded, train, INNER[name], form, steps)
 
 
-@pytest.mark.parametrize(("ranks", "names"), [(1, ("momentum",)), (2, ("sgd", "adamw", "adagrad"))])
+@sampled(("ranks", "names"), [(1, ("momentum",)), (2, ("adamw",)), (2, ("sgd", "adagrad"))], [(2, ("adamw",))])
 def test_a_state_comes_back_whole_and_training_goes_on(ranks: int, names: tuple[str, ...]) -> None:
     run_ranks_each(ranks, names, comes_back)
 

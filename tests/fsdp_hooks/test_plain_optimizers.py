@@ -8,6 +8,7 @@ stay exact, since scales travel with the bytes, and sync_scales makes them agree
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -40,6 +41,7 @@ from tests.fsdp_hooks.cases import (
 )
 from tests.ranks import run_ranks, run_ranks_each
 from tests.recipes import facts
+from tests.sampling import sampled
 
 BLOCKWISE = [name for name in RECIPES if name not in TENSOR_WIDE]
 WHOLE = [name for name in BLOCKWISE if facts(RECIPES[name]).rows <= 32]  # no shard cuts a block
@@ -113,9 +115,12 @@ def _trains_like_one_process(case: tuple[str, str]) -> None:
     _train(shard(net), kind, foreach=foreach, reference=reference)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@sampled("world_size", [1, 2, 4], [1, 4])
 def test_the_bytes_are_those_of_one_process(world_size: int) -> None:
-    """Every format meets every optimizer once and every number of ranks; one of them all optimizers on each."""
+    """Every format meets every optimizer once and every number of ranks; one of them all optimizers on each.
+
+    In `make test` each meets two optimizers, on 1 rank and on 4.
+    """
     names, kinds = BLOCKWISE if world_size == 1 else WHOLE, list(OPTIMIZERS)
     turn = {name: kinds[(BLOCKWISE.index(name) + world_size // 2) % 3] for name in WHOLE if name != "mxfp8"}
     cases = [(name, kind) for name in names for kind in kinds if turn.get(name, kind) == kind]
@@ -143,8 +148,7 @@ def _scales_part_and_are_agreed_again(name: str, kind: str) -> None:
     assert_gathers_exactly(net, "after sync_scales")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@sampled(("kind", "world_size"), itertools.product(("sgd", "adamw"), (2, 4)), [("sgd", 4), ("adamw", 2)])
 def test_tensor_wide_scales_part_in_a_step_until_sync_scales(kind: str, world_size: int) -> None:
     run_ranks_each(world_size, TENSOR_WIDE, _scales_part_and_are_agreed_again, kind)
 
@@ -172,7 +176,7 @@ def _clips(name: str) -> None:
         assert ((whole - twin.grad.float()).abs() <= (bound + 4 * 2.0**-9) * twin.grad.float().abs()).all()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@sampled("world_size", [1, 2, 4], [4])
 def test_clipping_has_the_norm_of_the_dense_model(world_size: int) -> None:
     run_ranks_each(world_size, ("mxfp8", "nvfp4"), _clips)
 
@@ -243,7 +247,7 @@ def _stochastic(name: str) -> None:
     assert any(not torch.equal(part, other[key]) for key, part in first.items() if key.endswith("payload"))
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@sampled("world_size", [1, 4], [4])
 def test_equal_seeds_a_rank_give_equal_shards(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_row", "nvfp4"), _stochastic)
 
@@ -274,6 +278,6 @@ def _averages() -> None:
     assert_gathers_exactly(ema, "average")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@sampled("world_size", [1, 2], [2])
 def test_a_sharded_moving_average_follows_inside_stochastic_rounding(world_size: int) -> None:
     run_ranks(world_size, _averages)

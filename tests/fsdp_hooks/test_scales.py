@@ -18,7 +18,9 @@ from tests.fsdp_hooks.cases import (
     HANDS,
     RECIPES,
     ROW_RECIPES,
+    STAND_INS,
     TENSOR_WIDE,
+    TRAINED,
     UNEVEN,
     Collectives,
     K,
@@ -42,6 +44,7 @@ from tests.fsdp_hooks.cases import (
 )
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 from tests.recipes import facts
+from tests.sampling import sampled
 
 ONE_ALL_REDUCE = {"allreduce_": 1}
 
@@ -100,7 +103,7 @@ def _gathers_disagreeing_shards(name: str) -> None:
         _write_shards(net, factor=0.2)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@sampled("world_size", [1, 2, 3, 4], [4])
 def test_shards_with_different_scales_gather_exactly(world_size: int) -> None:
     run_ranks_each(world_size, TENSOR_WIDE, _gathers_disagreeing_shards)
 
@@ -130,8 +133,10 @@ def _agrees(name: str, shape: tuple[int, ...]) -> None:
     assert_same_snapshot(snapshot(net), held, "a second sync_scales")
 
 
-@pytest.mark.parametrize(
-    ("world_size", "shape"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (4,)), (4, (2, 2)), (2, (2, 1))]
+@sampled(
+    ("world_size", "shape"),
+    [(1, (1,)), (2, (2,)), (3, (3,)), (4, (4,)), (4, (2, 2)), (2, (2, 1))],
+    [(3, (3,)), (4, (2, 2)), (2, (2, 1))],
 )
 def test_sync_scales_makes_them_agreed_by_one_all_reduce(world_size: int, shape: tuple[int, ...]) -> None:
     run_ranks_each(world_size, TENSOR_WIDE, _agrees, shape)
@@ -245,9 +250,10 @@ def _preserved_value_decides(name: str) -> None:
             assert_same_bytes(full[fqn][part], expected, f"{fqn}.{part}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_with_a_preserved_value_shard_then_quantize_equals_quantize_then_shard(world_size: int) -> None:
-    names = {1: HANDS[0], 2: HANDS[1], 4: RECIPES}[world_size]
+@pytest.mark.parametrize(("world_size", "names"), TRAINED)
+def test_with_a_preserved_value_shard_then_quantize_equals_quantize_then_shard(
+    world_size: int, names: tuple[str, ...]
+) -> None:
     run_ranks_each(world_size, names, _preserved_value_decides)
 
 
@@ -263,7 +269,7 @@ def _row_formats_commute(name: str) -> None:
             assert_same_bytes(net.blocks[1].linear.weight.parts()[part], expected, part)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@sampled("world_size", [2, 4], [4])
 def test_row_formats_quantize_then_shard_equals_shard_then_quantize(world_size: int) -> None:
     run_ranks_each(world_size, set(ROW_RECIPES) - set(TENSOR_WIDE), _row_formats_commute)
 
@@ -327,10 +333,17 @@ def _without_a_move_no_byte_moves(name: str) -> None:
             group["lr"] = 0.0
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_step_with_lr_0_changes_no_byte(world_size: int) -> None:
-    """All formats on one rank; on three those that agree on scales, and formats of rows, blocks and squares."""
-    names = RECIPES if world_size == 1 else dict.fromkeys((*TENSOR_WIDE, *HANDS[0]))
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [
+        pytest.param(1, tuple(HANDS[2]), id="1"),
+        pytest.param(3, ("float8_tensor", "float8_block_square", *STAND_INS), id="3"),
+        pytest.param(1, (*HANDS[0], *HANDS[1]), id="1-others", marks=pytest.mark.full),
+        pytest.param(3, ("int4_32", "nvfp4_square"), id="3-others", marks=pytest.mark.full),
+    ],
+)
+def test_a_step_with_lr_0_changes_no_byte(world_size: int, names: tuple[str, ...]) -> None:
+    """On three ranks those that agree on scales, and formats of rows, blocks and squares."""
     run_ranks_each(world_size, names, _without_a_move_no_byte_moves)
 
 

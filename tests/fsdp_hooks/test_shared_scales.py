@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,6 +21,7 @@ from qtensor import MasterWeightOptimizer, share_scales
 from tests.fsdp_hooks.cases import Collectives, bits, local
 from tests.qtensor.fused import GROUPS, NAMES, RECIPES, Model, as_one, batch, built, values
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
+from tests.sampling import sampled
 
 NVFP4 = RECIPES["nvfp4"]
 CASES = [
@@ -103,7 +103,7 @@ def _dense(value: Any) -> Tensor:
     return getattr(whole, "dense", whole)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@sampled("ranks", [1, 2, 3], [3])
 def test_each_step_quantizes_a_group_as_one_by_one_all_reduce(ranks: int) -> None:
     run_ranks_each(ranks, CASES, trained)
 
@@ -150,7 +150,7 @@ def _saves(path: Path) -> None:
     dcp.save(values(), checkpoint_id=path)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@sampled("ranks", [1, 2], [2])
 def test_a_dense_checkpoint_is_quantized_as_one_while_it_is_read(ranks: int, shared_tmp_path: Path) -> None:
     run_ranks(1, _saves, shared_tmp_path)
     run_ranks_each(ranks, CASES[:2], _converts, shared_tmp_path)

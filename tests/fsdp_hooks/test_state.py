@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -33,6 +33,7 @@ from tests.fsdp_hooks.cases import (
     snapshot,
 )
 from tests.ranks import run_ranks_each
+from tests.sampling import halves, sampled
 
 
 def _state_dicts_round_trip(name: str) -> None:
@@ -62,9 +63,10 @@ def _state_dicts_round_trip(name: str) -> None:
             assert mine.data_ptr() != theirs.data_ptr() or not mine.numel(), f"{fqn}.{part} is shared"
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_state_dicts_round_trip(world_size: int) -> None:
-    run_ranks_each(world_size, ROW_RECIPES, _state_dicts_round_trip)
+@halves("names", ROW_RECIPES, ("float8_tensor", "mxfp8", "nvfp4"))
+@sampled("world_size", [1, 4], [4])
+def test_state_dicts_round_trip(world_size: int, names: tuple[str, ...]) -> None:
+    run_ranks_each(world_size, names, _state_dicts_round_trip)
 
 
 def _full_tensors_are_exact(name: str, shape: tuple[int, ...]) -> None:
@@ -90,10 +92,13 @@ def _full_tensors_are_exact(name: str, shape: tuple[int, ...]) -> None:
     assert_same_snapshot(snapshot(net), held, "the shards")
 
 
-@pytest.mark.parametrize(("world_size", "shape"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (4,)), (4, (2, 2))])
-def test_full_tensor_has_the_bytes_from_before_sharding(world_size: int, shape: tuple[int, ...]) -> None:
-    names = {(1,): HANDS[0], (2,): HANDS[1], (3,): HANDS[2], (4,): RECIPES, (2, 2): HANDS[0]}[shape]
-    run_ranks_each(world_size, names, _full_tensors_are_exact, shape)
+@sampled(
+    ("shape", "hand"),
+    [((1,), 0), ((2,), 1), ((3,), 2), ((4,), 0), ((4,), 1), ((4,), 2), ((2, 2), 0)],
+    [((3,), 2), ((4,), 1), ((2, 2), 0)],
+)
+def test_full_tensor_has_the_bytes_from_before_sharding(shape: tuple[int, ...], hand: int) -> None:
+    run_ranks_each(math.prod(shape), HANDS[hand], _full_tensors_are_exact, shape)
 
 
 def _full_tensors_of_different_scales(name: str) -> None:
@@ -105,7 +110,7 @@ def _full_tensors_of_different_scales(name: str) -> None:
         assert_same_bytes(param.full_tensor().dequantize(torch.float32), expected, fqn)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@sampled("world_size", [2, 3, 4], [3])
 def test_full_tensor_is_exact_where_shards_have_different_scales(world_size: int) -> None:
     run_ranks_each(world_size, TENSOR_WIDE, _full_tensors_of_different_scales)
 
@@ -124,6 +129,7 @@ def _module_moves(name: str) -> None:
     net(batch(0)).float().sum().backward()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_moving_and_casting_a_sharded_model_keeps_the_bytes(world_size: int) -> None:
-    run_ranks_each(world_size, ROW_RECIPES, _module_moves)
+@halves("names", ROW_RECIPES, ("float8_tensor", "mxfp8", "nvfp4"))
+@sampled("world_size", [1, 3], [3])
+def test_moving_and_casting_a_sharded_model_keeps_the_bytes(world_size: int, names: tuple[str, ...]) -> None:
+    run_ranks_each(world_size, names, _module_moves)

@@ -36,6 +36,7 @@ from tests.fsdp_hooks.cases import (
     HANDS,
     RECIPES,
     ROW_RECIPES,
+    STAND_INS,
     TENSOR_WIDE,
     Collectives,
     K,
@@ -55,8 +56,10 @@ from tests.fsdp_hooks.cases import (
     shard,
 )
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
+from tests.sampling import halves, sampled
 
 FULL = StateDictOptions(full_state_dict=True)
+FULL_RUN = pytest.mark.full
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
@@ -129,13 +132,25 @@ def loads_dense(name: str, how: str, *, meta: bool, storage: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks"), [("load_state_dict", 1), ("load_state_dict", 4), ("assign", 2), ("set_model_state_dict", 2)]
+    ("how", "ranks", "hands"),
+    [
+        ("load_state_dict", 4, (0, 1)),
+        ("assign", 2, (2, 0)),
+        ("set_model_state_dict", 2, (1, 2)),
+        pytest.param("load_state_dict", 1, (1, 2), marks=pytest.mark.full),
+        pytest.param("load_state_dict", 4, (1, 0), marks=pytest.mark.full),
+        pytest.param("load_state_dict", 4, (2, 2), marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize("meta", [False, True], ids=["materialised", "meta"])
-def test_a_dense_state_dict_gives_the_bytes_of_quantize_then_shard(meta: bool, how: str, ranks: int) -> None:
-    """All formats on 4 ranks; each other way has formats with a scale to agree on, square and packed ones."""
-    names = RECIPES if ranks == 4 else HANDS[(ranks + meta) % 3]
-    run_ranks_each(ranks, names, loads_dense, how, meta=meta, storage="quantized")
+def test_a_dense_state_dict_gives_the_bytes_of_quantize_then_shard(
+    meta: bool, how: str, ranks: int, hands: tuple[int, int]
+) -> None:
+    """Every way, and either kind of model, has formats with a scale to agree on, square and packed ones.
+
+    `make test-all` has all formats on 4 ranks.
+    """
+    run_ranks_each(ranks, HANDS[hands[meta]], loads_dense, how, meta=meta, storage="quantized")
 
 
 @pytest.mark.parametrize("how", ["load_state_dict", "assign", "set_model_state_dict"])
@@ -248,9 +263,10 @@ def broadcasts_dense(name: str, *, meta: bool) -> None:
             assert torch.equal(getattr(q, wide), getattr(full, wide)), fqn
 
 
+@halves("names", ROW_RECIPES, ("float8_tensor", "mxfp8"))
 @pytest.mark.parametrize("meta", [False, True], ids=["materialised", "meta"])
-def test_dense_values_broadcast_from_rank_0_gather_exactly(meta: bool) -> None:
-    run_ranks_each(2, ROW_RECIPES, broadcasts_dense, meta=meta)
+def test_dense_values_broadcast_from_rank_0_gather_exactly(meta: bool, names: tuple[str, ...]) -> None:
+    run_ranks_each(2, names, broadcasts_dense, meta=meta)
 
 
 def refuses_to_broadcast(name: str) -> None:
@@ -328,11 +344,22 @@ def full_and_back(name: str, cpu_offload: bool) -> None:
             assert_same_bytes(value, full[fqn][part] if part else full[fqn], f"{fqn}.{part}")
 
 
-@pytest.mark.parametrize("cpu_offload", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_full_state_dict_is_quantized_and_loads_bit_for_bit(ranks: int, cpu_offload: bool) -> None:
-    """All formats on 3 ranks, where shards are uneven, and back into the model."""
-    names = RECIPES if ranks == 3 and not cpu_offload else HANDS[(ranks + cpu_offload) % 3]
+@pytest.mark.parametrize(
+    ("ranks", "cpu_offload", "names"),
+    [
+        pytest.param(3, False, tuple(STAND_INS), id="3"),
+        pytest.param(2, True, tuple(HANDS[0]), id="2-offloaded"),
+        pytest.param(3, False, tuple(name for name in RECIPES if name not in STAND_INS), id="3-others", marks=FULL_RUN),
+        pytest.param(1, False, tuple(HANDS[1]), id="1", marks=FULL_RUN),
+        pytest.param(1, True, tuple(HANDS[2]), id="1-offloaded", marks=FULL_RUN),
+        pytest.param(2, False, tuple(HANDS[2]), id="2", marks=FULL_RUN),
+        pytest.param(3, True, tuple(HANDS[1]), id="3-offloaded", marks=FULL_RUN),
+    ],
+)
+def test_a_full_state_dict_is_quantized_and_loads_bit_for_bit(
+    ranks: int, cpu_offload: bool, names: tuple[str, ...]
+) -> None:
+    """On 3 ranks, where shards are uneven, and back into the model; `make test-all` has all formats there."""
     run_ranks_each(ranks, names, full_and_back, cpu_offload)
 
 
@@ -352,9 +379,9 @@ def sharded_and_back(name: str, assign: bool) -> None:
             assert_same_bytes(value, full[fqn][part] if part else full[fqn], f"{fqn}.{part}")
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_sharded_state_dict_loads_bit_for_bit(assign: bool) -> None:
-    run_ranks_each(2, HANDS[0] if assign else RECIPES, sharded_and_back, assign)
+@sampled(("assign", "hand"), [(False, 0), (False, 1), (False, 2), (True, 0)], [(False, 1), (True, 0)])
+def test_a_sharded_state_dict_loads_bit_for_bit(assign: bool, hand: int) -> None:
+    run_ranks_each(2, HANDS[hand], sharded_and_back, assign)
 
 
 def optimizer_full_and_back(name: str, cls: Any) -> None:
@@ -409,7 +436,7 @@ def keeps_bytes_through_dtensors(name: str) -> None:
 
 
 def test_distribute_full_tensor_and_redistribute_keep_the_bytes() -> None:
-    for ranks, names in ((1, RECIPES), (2, RECIPES), (3, ROW_RECIPES)):
+    for ranks, names in ((1, STAND_INS), (3, RECIPES)):
         run_ranks_each(ranks, names, keeps_bytes_through_dtensors)
 
 

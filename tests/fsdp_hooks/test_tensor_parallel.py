@@ -34,9 +34,19 @@ from fsdp_hooks import sync_scales, unsharded
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.registry import tensor_wide
-from tests.fsdp_hooks.cases import HANDS, RECIPES, TENSOR_WIDE, Collectives, assert_same_bytes, exchanged, local
+from tests.fsdp_hooks.cases import (
+    HANDS,
+    RECIPES,
+    STAND_INS,
+    TENSOR_WIDE,
+    Collectives,
+    assert_same_bytes,
+    exchanged,
+    local,
+)
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 from tests.recipes import facts
+from tests.sampling import halves
 
 WIDTH, HIDDEN, HEAD, TOKENS = 64, 256, 192, 5  # tensor parallelism cuts between blocks; FSDP cuts those of 128
 PLAN = {"up": ColwiseParallel, "down": RowwiseParallel}
@@ -277,28 +287,30 @@ def _trains(name: str, shape: tuple[int, int], storage: str, how: str, dtype: to
     assert seen == ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"] * 2
 
 
-# All formats on both dims in quantized storage; of the rest, each format meets the other storage and the other mesh.
+# Each format meets both storages and both meshes, in `make test` one of each. What is agreed on depends on mesh and
+# trait: those of the stand-ins, and blocks of 128, which FSDP cuts, are on both dims.
 NAMES = {
-    (2, "quantized"): tuple(RECIPES),
-    (2, "high_precision"): (*HANDS[0], *HANDS[1]),
-    (1, "quantized"): (*HANDS[0], *HANDS[1]),
-    (1, "high_precision"): tuple(HANDS[2]),
+    (2, "quantized"): (("float8_block_square", *STAND_INS), ("float8_tensor", "int4_32", *HANDS[2])),
+    (2, "high_precision"): (("float8_tensor", "int4_32"), ("float8_block_square", *STAND_INS)),
+    (1, "quantized"): (("mxfp8", "mxfp4"), ("float8_block_square", "float8_tensor", "int4_32", *STAND_INS)),
+    (1, "high_precision"): (("nvfp4_square",), ("mxfp8", "mxfp4")),
 }
 
 
+@pytest.mark.parametrize("share", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
-def test_training_equals_one_process(dp: int, tp: int, storage: str) -> None:
+def test_training_equals_one_process(dp: int, tp: int, storage: str, share: int) -> None:
     """Scattered from rank 0, torch's default."""
-    run_ranks_each(dp * tp, NAMES[dp, storage], _trains, (dp, tp), storage, "scattered", torch.bfloat16)
+    run_ranks_each(dp * tp, NAMES[dp, storage][share], _trains, (dp, tp), storage, "scattered", torch.bfloat16)
 
 
-# Every way on every mesh with each storage and each format, once.
+# Every way on every mesh with each storage and each format, once; in `make test` each two of them meet.
 DISTRIBUTED = (
     ("cut", "quantized", "float8_row"),
+    ("meta", "high_precision", "float8_row"),
     ("cut", "high_precision", "nvfp4"),
     ("meta", "quantized", "nvfp4"),
-    ("meta", "high_precision", "float8_row"),
 )
 
 
@@ -307,9 +319,17 @@ def _trains_distributed_so(case: tuple[str, str, str], shape: tuple[int, int]) -
     _trains(name, shape, storage, how, torch.float32)
 
 
-@pytest.mark.parametrize("shape", MESHES)
-def test_training_equals_one_process_however_it_was_distributed(shape: tuple[int, int]) -> None:
-    run_ranks_each(shape[0] * shape[1], DISTRIBUTED, _trains_distributed_so, shape)
+@pytest.mark.parametrize(
+    ("shape", "cases"),
+    [
+        ((2, 2), DISTRIBUTED[:2]),
+        ((1, 2), DISTRIBUTED[2:]),
+        pytest.param((2, 2), DISTRIBUTED[2:], marks=pytest.mark.full),
+        pytest.param((1, 2), DISTRIBUTED[:2], marks=pytest.mark.full),
+    ],
+)
+def test_training_equals_one_process_however_it_was_distributed(shape: tuple[int, int], cases: Any) -> None:
+    run_ranks_each(shape[0] * shape[1], cases, _trains_distributed_so, shape)
 
 
 class Sequence(nn.Module):
@@ -351,9 +371,12 @@ def _trains_on_pieces_of_the_sequence(case: tuple[str, str], dp: int) -> None:
     assert seen == ["mlp.up", "mlp.down"] * 2
 
 
+ON_PIECES = [(name, storage) for storage in STORAGES for name in ("mxfp8", "nvfp4_square")]
+
+
+@halves("cases", ON_PIECES, [("mxfp8", "quantized"), ("nvfp4_square", "high_precision")])
 @pytest.mark.parametrize("dp", [1, 2])
-def test_sequence_parallelism_equals_one_process(dp: int) -> None:
-    cases = [(name, storage) for storage in STORAGES for name in ("mxfp8", "nvfp4_square")]
+def test_sequence_parallelism_equals_one_process(dp: int, cases: tuple[tuple[str, str], ...]) -> None:
     run_ranks_each(2 * dp, cases, _trains_on_pieces_of_the_sequence, dp)
 
 

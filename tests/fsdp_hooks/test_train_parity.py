@@ -21,9 +21,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from fsdp_hooks import sync_scales
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init
 from tests.fsdp_hooks.cases import (
-    HANDS,
     RECIPES,
     ROW_RECIPES,
+    TRAINED,
     Net,
     assert_equals_reference,
     assert_gathers_exactly,
@@ -39,6 +39,7 @@ from tests.fsdp_hooks.cases import (
     snapshot,
 )
 from tests.ranks import run_ranks_each
+from tests.sampling import halves, sampled
 
 STEPS = 2
 
@@ -85,13 +86,12 @@ def _trains_like_one_process(name: str, *, reshard: bool = True) -> None:
     _train(shard(net, reshard_after_forward=reshard), reference)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_training_equals_one_process_with_uneven_and_empty_shards(world_size: int) -> None:
-    """All formats on 4 ranks, where shards are uneven, empty and cut inside of blocks."""
-    run_ranks_each(world_size, RECIPES if world_size == 4 else HANDS[world_size - 1], _trains_like_one_process)
+@pytest.mark.parametrize(("world_size", "names"), TRAINED)
+def test_training_equals_one_process_with_uneven_and_empty_shards(world_size: int, names: tuple[str, ...]) -> None:
+    run_ranks_each(world_size, names, _trains_like_one_process)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@sampled("world_size", [1, 3], [3])
 def test_training_equals_one_process_without_reshard_after_forward(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_tensor", "mxfp8"), _trains_like_one_process, reshard=False)
 
@@ -103,7 +103,7 @@ def _trains_on_a_mesh(name: str, shape: Sequence[int]) -> None:
     _train(shard(net, mesh=mesh), reference, group=mesh.get_group("shard"))
 
 
-@pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1)), (2, (1, 2))])
+@sampled(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1)), (2, (1, 2))], [(4, (2, 2)), (2, (2, 1))])
 def test_training_equals_one_process_under_hsdp(world_size: int, shape: Sequence[int]) -> None:
     run_ranks_each(world_size, ("float8_tensor", "nvfp4", "mxfp8_square"), _trains_on_a_mesh, shape)
 
@@ -114,7 +114,7 @@ def _trains_offloaded(name: str) -> None:
     _train(shard(net, offload_policy=CPUOffloadPolicy(pin_memory=False)), reference)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@sampled("world_size", [1, 2, 4], [2])
 def test_training_equals_one_process_under_cpu_offload(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_row", "nvfp4"), _trains_offloaded)
 
@@ -125,7 +125,7 @@ def _accumulates_gradients(name: str) -> None:
     _train(shard(net), reference, micro_batches=3, steps=2)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@sampled("world_size", [1, 3], [3])
 def test_training_equals_one_process_with_gradient_accumulation(world_size: int) -> None:
     run_ranks_each(world_size, ("mxfp8", "float8_tensor"), _accumulates_gradients)
 
@@ -145,9 +145,9 @@ def _trains_around_frozen_weights(name: str) -> None:
     assert_same_snapshot(after, before, "frozen weights")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_frozen_quantized_weights_keep_their_bytes_while_others_train(world_size: int) -> None:
-    run_ranks_each(world_size, ROW_RECIPES if world_size == 2 else ("nvfp4",), _trains_around_frozen_weights)
+@halves("names", ROW_RECIPES, ("float8_row", "nvfp4"))
+def test_frozen_quantized_weights_keep_their_bytes_while_others_train(names: tuple[str, ...]) -> None:
+    run_ranks_each(2, names, _trains_around_frozen_weights)
 
 
 def _trains_from_meta(name: str) -> None:
@@ -183,6 +183,6 @@ def _trains_from_meta(name: str) -> None:
     _train(net, reference, steps=2)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@sampled("world_size", [1, 4], [4])
 def test_a_model_built_on_meta_sharded_and_initialised_trains_like_one_process(world_size: int) -> None:
     run_ranks_each(world_size, ("float8_tensor", "mxfp8", "nvfp4"), _trains_from_meta)

@@ -36,6 +36,7 @@ from tests.fsdp_hooks.cases import (
     snapshot,
 )
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
+from tests.sampling import sampled
 
 
 def _model(name: str = "mxfp8", **options: Any) -> Net:
@@ -290,7 +291,7 @@ def _nested() -> None:
         net(batch(round_)).float().sum().backward()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@sampled("world_size", [1, 2], [2])
 def test_nested_and_grouped_fsdp_modules_and_ignored_parameters(world_size: int) -> None:
     run_ranks(world_size, _nested)
 
@@ -386,7 +387,7 @@ MESHES: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "recipes"), MESHES)
+@sampled(("shape", "recipes"), MESHES, [MESHES[2], MESHES[4]])
 def test_writeback_stores_every_way_of_writing(shape: tuple[int, ...], recipes: tuple[str, ...]) -> None:
     run_ranks_each(math.prod(shape), recipes, _stores_what_was_written, shape)
 
@@ -409,7 +410,7 @@ def _refuses_unstored_changes(way: str) -> None:
             assert_same_bytes(parts, full[fqn], f"{way}: gathered {fqn}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@sampled("world_size", [1, 2], [2])
 def test_changes_without_writeback_raise_by_name_and_leave_the_shards(world_size: int) -> None:
     run_ranks_each(world_size, WAYS, _refuses_unstored_changes)
 

@@ -21,6 +21,7 @@ from fsdp_hooks.ranks.across_ranks import ALONE, chosen_ranks, global_ranks, ran
 from layerwise import calibrate
 from qtensor import MXFP8BlockScaling, quantize_
 from tests.ranks import run_ranks, run_ranks_each
+from tests.sampling import halves
 
 NOTED, TOLD, LATE = 0.05, 0.6, 1.6
 
@@ -67,8 +68,8 @@ def comes_late(name: str, directory: Path) -> list[str]:
     return told
 
 
-def test_who_is_waited_for_is_said_once(shared_tmp_path: Path) -> None:
-    names = list(CALLS)
+@halves("names", CALLS, ("digest", "export_hf", "import_hf"))
+def test_who_is_waited_for_is_said_once(names: tuple[str, ...], shared_tmp_path: Path) -> None:
     waits, late = run_ranks_each(2, names, comes_late, shared_tmp_path)
     for name, (text,), nothing in zip(names, waits, late, strict=True):
         assert text.startswith(f"{name}: rank 0 waits since 1 s for rank 1 to call it: all ranks of the group call it")
