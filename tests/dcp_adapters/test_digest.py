@@ -26,6 +26,7 @@ from tests.dcp_adapters.cases import EVERY, arbitrary, load, local_of, model, mo
 from tests.dcp_adapters.test_reshard import WORLDS, state, whole
 from tests.fsdp_hooks.cases import Collectives
 from tests.ranks import run_ranks, run_ranks_catching
+from tests.sampling import sampled
 
 SMALL = {name: arbitrary((64, 128), recipe, number) for number, (name, recipe) in enumerate(EVERY.items())}
 
@@ -148,7 +149,7 @@ def digests_of_layouts(world: int) -> None:
         assert comms.counts == ({"allreduce_": 1} if world > 1 else {}), layout
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@sampled("world", WORLDS, [4])
 def test_every_layout_has_the_digest_of_the_whole_by_one_all_reduce(world: int) -> None:
     run_ranks(world, digests_of_layouts, world)
 

@@ -45,9 +45,11 @@ from tests.dcp_adapters.cases import (
 )
 from tests.dcp_adapters.fsspec_storage import FsspecReader, FsspecWriter
 from tests.ranks import run_ranks, run_ranks_catching
+from tests.sampling import sampled
 
 SOME = {"float8_tensor": None, "nvfp4": None, "mxfp8_square": SQUARE["mxfp8_square"]}
 LOADED_ON = (1, 3)
+loaded_on = sampled("world", LOADED_ON, [3])
 
 
 def state(seed: int) -> dict[str, Any]:
@@ -109,14 +111,14 @@ def load_each(base: Path, ways: list[str], *, through_fsspec: bool = False) -> N
             assert_holds(target, full(0))
 
 
-def test_every_writer_s_checkpoint_loads_on_other_world_sizes(shared_tmp_path: Path) -> None:
+@loaded_on
+def test_every_writer_s_checkpoint_loads_on_other_world_sizes(world: int, shared_tmp_path: Path) -> None:
     run_ranks(2, save_with_every_writer, shared_tmp_path)
     files = {way: len(list((shared_tmp_path / way).glob("*.distcp"))) for way in WRITERS}
     assert files["one thread"] == 2
     assert files["two threads"] == 4
     assert files["a file per item"] > 20
-    for world in LOADED_ON:
-        run_ranks(world, load_each, shared_tmp_path, list(WRITERS))
+    run_ranks(world, load_each, shared_tmp_path, list(WRITERS))
     run_ranks(3, load_each, shared_tmp_path, ["two threads", "fsspec"], through_fsspec=True)
 
 
@@ -158,11 +160,13 @@ def save_with_every_stager(base: Path) -> None:
             future.result()
 
 
-def test_every_stager_s_checkpoint_is_a_snapshot_and_loads_on_other_world_sizes(shared_tmp_path: Path) -> None:
+@loaded_on
+def test_every_stager_s_checkpoint_is_a_snapshot_and_loads_on_other_world_sizes(
+    world: int, shared_tmp_path: Path
+) -> None:
     run_ranks(2, save_with_every_stager, shared_tmp_path)
     ways = [*STAGERS, *(f"writer, {way}" for way in STAGING_WRITERS)]
-    for world in LOADED_ON:
-        run_ranks(world, load_each, shared_tmp_path, ways)
+    run_ranks(world, load_each, shared_tmp_path, ways)
 
 
 def weights(seed: int) -> dict[str, Any]:
@@ -243,11 +247,13 @@ def save_in_a_process(base: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_process_s_checkpoint_is_a_snapshot_and_a_forgotten_planner_an_error(shared_tmp_path: Path) -> None:
+@loaded_on
+def test_a_process_s_checkpoint_is_a_snapshot_and_a_forgotten_planner_an_error(
+    world: int, shared_tmp_path: Path
+) -> None:
     errors = run_ranks(2, save_in_a_process, shared_tmp_path)
     ways = ["default", "shared memory", "staged by a thread into shared memory", "writer"]
-    for world in LOADED_ON:
-        run_ranks(world, load_each, shared_tmp_path, ways)
+    run_ranks(world, load_each, shared_tmp_path, ways)
     for error in errors:
         assert "save it by dcp.save with planner=QuantizedSavePlanner()" in error
     assert not (shared_tmp_path / "forgotten" / ".metadata").exists()

@@ -29,6 +29,7 @@ from tests.dcp_adapters.cases import (
     values,
 )
 from tests.ranks import run_ranks, run_ranks_catching
+from tests.sampling import sampled
 
 
 def weight(name: str, seed: int = 0) -> Any:
@@ -167,7 +168,7 @@ def gathered(net: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@sampled("world", [1, 2, 4], [4])
 def test_gathered_weights_save_and_load_as_the_whole_tensor(world: int, shared_tmp_path: Path) -> None:
     run_ranks(world, gathered_weights, shared_tmp_path)
 

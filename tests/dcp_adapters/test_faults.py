@@ -301,6 +301,7 @@ def test_a_rank_that_fails_to_stage_is_not_waited_for_longer_than_the_group_allo
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pool_only
 def test_checkpoints_survive_kills_during_saves() -> None:
     """The soak, shorter: after each kill the old checkpoint loads, and the new one does or is refused.

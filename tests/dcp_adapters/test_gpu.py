@@ -14,6 +14,8 @@ from dcp_adapters.save.steps import checksum_table
 from qtensor import quantize
 from tests.dcp_adapters.cases import EVERY, held, load, save, values
 from tests.devices import every_device
+from tests.recipes import STAND_INS
+from tests.sampling import sampled
 
 ROWS, COLUMNS = 128, 512
 DENSE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -29,7 +31,7 @@ def on_cpu(state: dict[str, Any]) -> Any:
 
 
 @every_device
-@pytest.mark.parametrize("source", [*EVERY, *DENSE])
+@sampled("source", [*EVERY, *DENSE], [*STAND_INS, "bfloat16"])
 def test_a_converting_load_gives_the_bytes_of_the_cpu(source: str, device: str, tmp_path: Path) -> None:
     """Into every kind of target; on the CPU it is the trip through the other device's code that is left out."""
     save({"w": weight(source, 0, "cpu")}, tmp_path)

@@ -29,6 +29,7 @@ from tests.dcp_adapters.cases import (
 )
 from tests.dcp_adapters.test_checksums import expected_rows, rows_of
 from tests.ranks import run_ranks, run_ranks_catching
+from tests.sampling import sampled
 
 
 class Watched(QuantizedSavePlanner):
@@ -74,7 +75,7 @@ def saves_in_a_row(base: Path) -> None:
         assert target["step"] == step
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@sampled("world", [1, 2], [2])
 def test_from_the_second_save_on_nothing_is_planned_and_all_is_written(world: int, shared_tmp_path: Path) -> None:
     run_ranks(world, saves_in_a_row, shared_tmp_path)
     target = {"models": reference(9), "step": 0}

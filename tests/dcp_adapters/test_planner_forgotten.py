@@ -28,6 +28,7 @@ from tests import ranks
 from tests.dcp_adapters.cases import RECIPES, alone, assert_holds, held, models, placed, reference, values
 from tests.dcp_adapters.fsspec_storage import FsspecWriter
 from tests.ranks import run_ranks, run_ranks_catching
+from tests.sampling import sampled
 
 NAMES = ("float8_row", "float8_tensor", "mxfp8", "nvfp4")
 SOME: dict[str, Any] = dict.fromkeys(NAMES)
@@ -174,7 +175,7 @@ def load_row(row: int, path: Path) -> None:
     assert_holds(target, whole if target_of is quantized else expand(whole))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@sampled("world", [1, 2, 3], [3])
 @pytest.mark.parametrize(
     "row", range(len(LOADS)), ids=lambda row: f"{LOADS[row][0]}-{LOADS[row][1].__name__}-{LOADS[row][2].__name__}"
 )

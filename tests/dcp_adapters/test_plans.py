@@ -29,6 +29,7 @@ from fsdp_hooks.torch_private import dtensor_around
 from qtensor import QuantizedTensor, quantize
 from tests.dcp_adapters.cases import EVERY, ROW, SQUARE, arbitrary, bits
 from tests.recipes import HANDS, MAIN, facts
+from tests.sampling import sampled
 
 COLUMNS = 128  # four cuts of a block of 32
 Box = tuple[tuple[int, int], ...]  # for each dim: first, how many
@@ -327,7 +328,7 @@ COLUMN_CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", COLUMN_CUTS)
+@sampled("name", COLUMN_CUTS, ["float8_tensor", "nvfp4", "float8_block_square"])
 def test_cuts_of_columns_keep_payload_and_scale_together(name: str) -> None:
     size, layouts = COLUMN_CUTS[name]
     whole = {"w": arbitrary((7, size), EVERY[name], 0)}
@@ -346,7 +347,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("case", LARGE)
+@sampled("case", LARGE, ["hsdp 2x512", "fsdp 128 x tp 8 rows"])
 def test_large_meshes_tile_every_part_and_load_on_all_others(case: str) -> None:
     source, name, rows = LARGE[case]
     whole = weights({name: EVERY[name]}, (rows,))

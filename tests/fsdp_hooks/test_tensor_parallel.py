@@ -46,7 +46,7 @@ from tests.fsdp_hooks.cases import (
 )
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 from tests.recipes import facts
-from tests.sampling import halves
+from tests.sampling import halves, sampled
 
 WIDTH, HIDDEN, HEAD, TOKENS = 64, 256, 192, 5  # tensor parallelism cuts between blocks; FSDP cuts those of 128
 PLAN = {"up": ColwiseParallel, "down": RowwiseParallel}
@@ -459,9 +459,10 @@ def _puts_weights_together(name: str, dp: int) -> None:
                 assert_same_bytes(found, expected.detach(), f"{storage}, {layer}: {fqn}")
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_full_tensor_has_the_bytes_from_before(dp: int) -> None:
-    run_ranks_each(2 * dp, RECIPES, _puts_weights_together, dp)
+@halves("names", RECIPES, ("float8_block_square", *STAND_INS))
+@sampled("dp", [1, 2], [2])
+def test_full_tensor_has_the_bytes_from_before(dp: int, names: tuple[str, ...]) -> None:
+    run_ranks_each(2 * dp, names, _puts_weights_together, dp)
 
 
 def _takes_distributed_weights(name: str, dp: int) -> None:
@@ -478,9 +479,10 @@ def _takes_distributed_weights(name: str, dp: int) -> None:
     assert_reference_bytes(net, reference, name)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_pieces_are_filled_by_distribute_tensor(dp: int) -> None:
-    run_ranks_each(2 * dp, RECIPES, _takes_distributed_weights, dp)
+@halves("names", RECIPES, ("float8_block_square", *STAND_INS))
+@sampled("dp", [1, 2], [2])
+def test_pieces_are_filled_by_distribute_tensor(dp: int, names: tuple[str, ...]) -> None:
+    run_ranks_each(2 * dp, names, _takes_distributed_weights, dp)
 
 
 # -- what is saved for backward ----------------------------------------------------------------------------------------
@@ -513,7 +515,7 @@ def _saves_no_dense_weight(case: tuple[str, str], dp: int) -> None:
     out.float().sum().backward()
 
 
-@pytest.mark.parametrize(("dp", "tp"), MESHES)
+@sampled(("dp", "tp"), MESHES, [(2, 2)])
 def test_backward_keeps_no_dense_weight(dp: int, tp: int) -> None:
     cases = [(name, storage) for storage in STORAGES for name in ("float8_row", "nvfp4")]
     run_ranks_each(dp * tp, cases, _saves_no_dense_weight, dp)
@@ -562,9 +564,10 @@ def _quantizes_its_inputs(name: str, dp: int) -> None:
     assert_same_bytes(piece.grad, torch.ones_like(out) @ columns.dequantize(), "gradient of the input")
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_a_quantized_input_is_that_of_each_ranks_piece(dp: int) -> None:
-    run_ranks_each(2 * dp, RECIPES if dp == 2 else HANDS[0], _quantizes_its_inputs, dp)
+@halves("names", RECIPES, ("float8_block_square", *STAND_INS))
+@sampled("dp", [1, 2], [2])
+def test_a_quantized_input_is_that_of_each_ranks_piece(dp: int, names: tuple[str, ...]) -> None:
+    run_ranks_each(2 * dp, names, _quantizes_its_inputs, dp)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -159,6 +159,7 @@ assert not loaded & {"rich", "matplotlib", "transformers", "torchao", "tests", "
 """
 
 
+@pytest.mark.full
 def test_it_works_where_only_its_dependencies_are(environment: Environment, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     told = environment.run("-c", ROUND_TRIP, checkpoint, environment.packages)
@@ -193,6 +194,7 @@ SKIP = (
 )
 
 
+@pytest.mark.full
 def test_a_type_checker_reads_the_installed_types(environment: Environment, tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(TYPED, encoding="utf-8")
     (tmp_path / "mypy.ini").write_text(SKIP, encoding="utf-8")

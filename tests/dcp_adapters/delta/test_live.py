@@ -25,6 +25,7 @@ from tests.dcp_adapters.delta.states import copied, nudged
 from tests.dcp_adapters.delta.test_patch import assert_same, between
 from tests.ranks import run_ranks, run_ranks_catching
 from tests.recipes import MAIN
+from tests.sampling import sampled
 
 NAMES = tuple(MAIN)
 
@@ -54,7 +55,7 @@ def file_of_ranks(bucket: int) -> bytes | None:
     return None if first is None else delta_to_bytes(first)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@sampled("ranks", [1, 2, 3, 4], [2, 3])
 def test_the_file_is_the_same_on_any_number_of_ranks(ranks: int) -> None:
     expected = delta_to_bytes(between(whole(0), whole(1), versions=(4, 5)))
     first, *others = run_ranks(ranks, file_of_ranks, 2**10 if ranks == 2 else 2**26)

@@ -49,6 +49,7 @@ from tests.dcp_adapters.hf.directories import (
     write,
 )
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
+from tests.sampling import sampled
 
 MIXED = {
     name: scheme
@@ -485,7 +486,7 @@ def test_shards_hold_the_bytes_of_the_directory(ranks: int, tmp_path: Path) -> N
     run_ranks_each(ranks, cases, _imports)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@sampled("ranks", [2, 3], [3])
 def test_dense_files_are_quantized_as_the_full_tensor_is(ranks: int, tmp_path: Path) -> None:
     state = dense_tensors()
     path = write(tmp_path, state, files=2)

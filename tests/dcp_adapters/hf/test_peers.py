@@ -21,6 +21,10 @@ from tests.dcp_adapters.cases import assert_holds, bits
 from tests.dcp_adapters.hf.directories import meta_model, sharded
 from tests.ranks import run_ranks_each
 
+# The peers take half a minute to make theirs. test_reader.py has directories that are written by hand, of each kind and
+# with each refusal.
+pytestmark = pytest.mark.full
+
 REPO = Path(__file__).resolve().parents[3]
 READ = {
     "compressed-tensors": {
@@ -95,7 +99,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-@pytest.mark.full
 @each_read
 def test_bytes_and_values_are_the_peers_own(peer: str, scheme: str, made: Any) -> None:
     path = made(peer) / scheme
@@ -144,7 +147,6 @@ def check_scales(found: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
         assert found[name].item() == value.float().item()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("peer", "scheme"), [(peer, name) for peer, names in REFUSED.items() for name in names])
 def test_what_else_they_make_is_refused(peer: str, scheme: str, made: Any) -> None:
     path = made(peer) / scheme
@@ -163,7 +165,6 @@ def _shards(case: tuple[str, str]) -> None:
     assert_holds(import_hf(path, sharded(meta_model(full, recipes))), full)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("peer", READ)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_shards_of_them(ranks: int, peer: str, made: Any) -> None:

@@ -40,6 +40,7 @@ from dcp_adapters.streams.announcement import Announcement
 from dcp_adapters.streams.buckets import TensorRecord
 from tests.dcp_adapters.streams.cases import CONFIG, assert_same, quantized, sharded, streamed
 from tests.ranks import run_ranks
+from tests.sampling import sampled
 
 REPO = Path(__file__).resolve().parents[3]
 SOON = 20.0  # seconds that nothing here should take on a busy machine
@@ -114,7 +115,8 @@ def take(receiver: Any) -> dict[str, Tensor]:
     return found
 
 
-every_transport = pytest.mark.parametrize("kind", ["shared memory", "process group"])
+TRANSPORTS = ["shared memory", "process group"]
+every_transport = pytest.mark.parametrize("kind", TRANSPORTS)
 
 
 @every_transport
@@ -558,7 +560,8 @@ def other_process(*arguments: str) -> Iterator[None]:
 LONG = 90.0  # the other process imports torch first
 
 
-@every_transport
+# Another process imports torch: in `make test` each end dies once, and each transport has a dead end.
+@sampled("kind", TRANSPORTS, ["shared memory"])
 def test_the_death_of_the_sender_is_an_error(kind: str, ends: Ends) -> None:
     address = str(ends.address) if kind == "shared memory" else f"127.0.0.1:{free_port()}"
     with other_process(kind, "sender", address):
@@ -571,7 +574,7 @@ def test_the_death_of_the_sender_is_an_error(kind: str, ends: Ends) -> None:
         assert receiver.version == 0
 
 
-@every_transport
+@sampled("kind", TRANSPORTS, ["process group"])
 def test_the_death_of_the_receiver_is_an_error(kind: str, ends: Ends) -> None:
     address = str(ends.address) if kind == "shared memory" else f"127.0.0.1:{free_port()}"
     with other_process(kind, "receiver", address):
