@@ -6,7 +6,8 @@
     @halves("names", RECIPES, kept=STAND_INS)          the same of two cases, each the names of what runs in one call of
                                                        ranks: those that are kept, and, with the mark, the others
 
-An axis on which the code under test depends together with another one stays crossed with it; the tests say so.
+An axis on which the code under test depends together with another one stays crossed with it; the tests say so. Of
+numbers of ranks the one is kept that cuts unevenly or leaves ranks with nothing, where that matters.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from layerwise import GPTQ, Algorithm, Event, Max
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling
 from tests.layerwise.small_runs import Case, Found, assert_usable, batches, found, model_of, own, run, state_of, stopped
 from tests.ranks import run_ranks, run_ranks_each
+from tests.sampling import halves, sampled
 
 LAYER = "layers.1."
 LINEAR, NORM = f"{LAYER}q_proj.weight", f"{LAYER}norm1.weight"
@@ -84,7 +85,8 @@ class Change:
 
 
 ALL = [Change(kind, name, way) for kind in (*EARLY, *LATE) for name in (LINEAR, NORM) for way in WAYS]
-SOME, FEW = ALL[::3], ALL[4::7]  # each with every event and every way
+# Each with every event and every way. In `make test` FIRST, and of FEW one that is kept and one that is refused.
+FIRST, SOME, FEW = ALL[::7], [*dict.fromkeys((*ALL[::7], *ALL[::3]))], ALL[4::7]
 
 
 def refused(change: Change, case: Case) -> None:
@@ -133,13 +135,14 @@ def takes_part_or_is_refused(change: Change) -> None:
     refused(change, WRITES_NONE)
 
 
-@pytest.mark.parametrize("change", SOME, ids=str)
+@sampled("change", SOME, FIRST, ids=map(str, SOME))
 def test_a_change_takes_part_or_is_refused(change: Change) -> None:
     takes_part_or_is_refused(change)
 
 
-def test_a_change_takes_part_or_is_refused_on_shards() -> None:
-    run_ranks_each(2, FEW, takes_part_or_is_refused)
+@halves("changes", FEW, FEW[::3])
+def test_a_change_takes_part_or_is_refused_on_shards(changes: tuple[Change, ...]) -> None:
+    run_ranks_each(2, changes, takes_part_or_is_refused)
 
 
 def test_a_norm_beside_quantized_storage_is_kept_too() -> None:
@@ -158,13 +161,14 @@ def written_when_finished(way: str, path: Path) -> None:
             run(model, WRITES, data=own(DATA), checkpoint_dir=own_path, on_event=changing(model, kind, name, way))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@sampled("way", WAYS, ["writes in place", "replaces"])
 def test_a_change_of_a_finished_layer_is_refused(tmp_path: Path, way: str) -> None:
     written_when_finished(way, tmp_path)
 
 
-def test_a_change_of_a_finished_layer_is_refused_on_shards(shared_tmp_path: Path) -> None:
-    run_ranks_each(2, ["writes in place", "replaces"], written_when_finished, shared_tmp_path)
+@sampled("way", ["writes in place", "replaces"], ["writes in place"])
+def test_a_change_of_a_finished_layer_is_refused_on_shards(way: str, shared_tmp_path: Path) -> None:
+    run_ranks(2, written_when_finished, way, shared_tmp_path)
 
 
 def on_one_rank_only() -> str:

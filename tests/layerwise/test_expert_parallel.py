@@ -36,6 +36,7 @@ from tests.layerwise.models import (
 )
 from tests.layerwise.test_tensor_parallel import Stop, hooks, stop
 from tests.ranks import run_ranks, run_ranks_each
+from tests.sampling import halves, sampled
 
 NVFP4, MXFP8, ROW, INT4 = (RECIPES[name] for name in ("nvfp4", "mxfp8", "float8_row", "int4_32"))
 METHODS: dict[str, tuple[str, Any]] = {
@@ -46,7 +47,9 @@ METHODS: dict[str, tuple[str, Any]] = {
     "values": ("GPTQ", NVFP4),
     "groups": ("GPTQ", INT4),
 }
-ON_RANKS = {2: ("amaxes", "values"), 4: tuple(METHODS)}
+# In `make test` one on 2 ranks, of expert parallelism alone, and on 4 one that folds and one that writes values.
+FIRST_ON_RANKS = [(2, ("amaxes",)), (4, ("folds", "values"))]
+ON_RANKS = [*FIRST_ON_RANKS, (2, ("values",)), (4, ("amaxes", "searched", "blocks", "groups"))]
 
 
 def share() -> list[Tensor]:
@@ -74,9 +77,8 @@ def calibrated(name: str) -> dict[str, Any]:
     return {**outcome(model, result), "tokens": {key: str(value) for key, value in tokens.items()}}
 
 
-@pytest.mark.parametrize("world_size", ON_RANKS)
-def test_all_ranks_come_to_what_one_process_comes_to(world_size: int) -> None:
-    names = ON_RANKS[world_size]
+@sampled(("world_size", "names"), ON_RANKS, FIRST_ON_RANKS)
+def test_all_ranks_come_to_what_one_process_comes_to(world_size: int, names: tuple[str, ...]) -> None:
     for outcomes in run_ranks_each(world_size, names, calibrated):
         for name, found in zip(names, outcomes, strict=True):
             algorithm, recipe = METHODS[name]
@@ -95,14 +97,13 @@ def with_all_tokens(algorithm: str) -> dict[str, Any]:
     return {**outcome(model, result), "tokens": tokens}
 
 
-def test_all_tokens_come_to_all_experts_of_all_ranks() -> None:
+@sampled("algorithm", ["LocalHessian", "GPTQ"], ["GPTQ"])
+def test_all_tokens_come_to_all_experts_of_all_ranks(algorithm: str) -> None:
     everything = {str(sum(ids.numel() for ids in batches()))}
-    algorithms = ("LocalHessian", "GPTQ")
-    for outcomes in run_ranks_each(4, algorithms, with_all_tokens):
-        for algorithm, found in zip(algorithms, outcomes, strict=True):
-            expected = reference(stacked, NVFP4, ALGORITHMS[algorithm], expert_inputs="all", inputs="static")
-            assert_same(found, expected, algorithm)
-            assert {*found["tokens"].values()} == everything
+    for found in run_ranks(4, with_all_tokens, algorithm):
+        expected = reference(stacked, NVFP4, ALGORITHMS[algorithm], expert_inputs="all", inputs="static")
+        assert_same(found, expected, algorithm)
+        assert {*found["tokens"].values()} == everything
 
 
 def gathers(kind: str) -> int:
@@ -333,11 +334,15 @@ def behind_a_dense_layer() -> Any:
     return moe(dense_first=True)
 
 
-def test_a_forward_that_communicates_is_refused_by_name() -> None:
+COMMUNICATING = {"behind a dense layer": behind_a_dense_layer, "behind others": moe, "where nothing tells": None}
+
+
+@halves("names", COMMUNICATING, ["behind a dense layer", "where nothing tells"])
+def test_a_forward_that_communicates_is_refused_by_name(names: tuple[str, ...]) -> None:
     """Before anything is changed, unless its layer is made like others; also where ranks have no batch."""
-    cases = {"behind a dense layer": behind_a_dense_layer, "behind others": moe, "where nothing tells": None}
-    for outcomes in run_ranks_each(4, cases, communicating):
-        for (name, build), (message, found) in zip(cases.items(), outcomes, strict=True):
+    for outcomes in run_ranks_each(4, names, communicating):
+        for name, (message, found) in zip(names, outcomes, strict=True):
+            build = COMMUNICATING[name]
             assert "experts are shared out over ranks (expert parallelism)" in message
             assert "the forward of layers.1 calls a collective, c10d.allreduce_" in message
             if build is not None:

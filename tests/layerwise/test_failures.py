@@ -30,6 +30,7 @@ from tests.layerwise.small_runs import (
     stopping,
 )
 from tests.ranks import run_ranks_each
+from tests.sampling import halves
 
 BROKEN = 1  # the layer in which everything breaks
 
@@ -95,6 +96,9 @@ FAILURES = [
 # On ranks without those whose place, kind of error and rank others of the list have, too.
 ON_RANKS = [one for number, one in enumerate(FAILURES) if number not in (0, 7, 9)]
 RESUMED = (FAILURES[1], FAILURES[5], FAILURES[-1])
+# Every place once, of events the one before and the one behind the results of a layer; on either rank or on both, with
+# either kind of error. Runs that are resumed are among them.
+FIRST_ON_RANKS = [FAILURES[number] for number in (1, 5, 6, 10, 13, 14)]
 
 
 @cache
@@ -192,10 +196,11 @@ NOTES = {  # what other ranks are told beside the error
 }
 
 
-def test_every_rank_raises_and_the_model_stays_sharded(shared_tmp_path: Path) -> None:
-    told = run_ranks_each(2, ON_RANKS, fails, Case(algorithm=Breaks()), shared_tmp_path, timeout=120)
+@halves("failures", ON_RANKS, FIRST_ON_RANKS)
+def test_every_rank_raises_and_the_model_stays_sharded(failures: tuple[Failure, ...], shared_tmp_path: Path) -> None:
+    told = run_ranks_each(2, failures, fails, Case(algorithm=Breaks()), shared_tmp_path, timeout=120)
     for number, own_told in enumerate(told):
-        for failure, words in zip(ON_RANKS, own_told, strict=True):
+        for failure, words in zip(failures, own_told, strict=True):
             if failure.on in (None, number):
                 assert words == text(failure)
             else:

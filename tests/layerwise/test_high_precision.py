@@ -31,6 +31,7 @@ from tests.layerwise.models import (
     toy,
 )
 from tests.ranks import run_ranks, run_ranks_each
+from tests.sampling import halves, sampled
 
 if TYPE_CHECKING:
     from layerwise import Event
@@ -69,10 +70,11 @@ def test_one_process_comes_to_the_bytes_of_the_dense_model() -> None:
         assert_same(outcome(model, result), reference(toy, recipe, ALGORITHMS[algorithm]), algorithm)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_ranks_come_to_the_bytes_of_the_dense_model(world_size: int) -> None:
-    for outcomes in run_ranks_each(world_size, METHODS, calibrated):
-        for (algorithm, recipe), found in zip(METHODS.values(), outcomes, strict=True):
+@halves("names", METHODS, ["folds", "values"])
+@sampled("world_size", [1, 3], [3])
+def test_ranks_come_to_the_bytes_of_the_dense_model(world_size: int, names: tuple[str, ...]) -> None:
+    for outcomes in run_ranks_each(world_size, names, calibrated):
+        for (algorithm, recipe), found in zip((METHODS[name] for name in names), outcomes, strict=True):
             assert_same(found, reference(toy, recipe, ALGORITHMS[algorithm]), algorithm)
 
 

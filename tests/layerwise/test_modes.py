@@ -41,6 +41,7 @@ from tests.layerwise.models import (
     toy,
 )
 from tests.ranks import run_ranks, run_ranks_each
+from tests.sampling import halves
 
 FLOAT8, NVFP4, MXFP8 = RECIPES["float8_tensor"], RECIPES["nvfp4"], RECIPES["mxfp8"]
 LARGEST = {FLOAT8: 448.0, NVFP4: 448.0 * 6.0}  # what an amax is scaled to
@@ -180,13 +181,18 @@ def _on_ranks(case: tuple[str, str, str, bool]) -> Any:
     return outcome(model, result)
 
 
-def test_layerwise_is_the_whole_model_on_ranks_with_uneven_data() -> None:
-    cases = [  # two of the shares for each, and two for each of the shares; with the first the model is taken at once
-        (*one, how, index == 0)
-        for number, one in enumerate(WHOLE)
-        for index, how in enumerate(SHARES)
-        if (index + number) % 3
-    ]
+# Two of the shares for each, and two for each of the shares; with the first the model is taken at once. In `make test`
+# one for each of either.
+UNEVEN = [
+    (*one, how, index == 0)
+    for number, one in enumerate(WHOLE)
+    for index, how in enumerate(SHARES)
+    if (index + number) % 3
+]
+
+
+@halves("cases", UNEVEN, [UNEVEN[0], UNEVEN[2], UNEVEN[5]])
+def test_layerwise_is_the_whole_model_on_ranks_with_uneven_data(cases: tuple[tuple[str, str, str, bool], ...]) -> None:
     expected = {}
     for name, recipe_name in WHOLE:
         model = two_layers()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tests.layerwise.small_runs import (
     stopped,
 )
 from tests.ranks import run_ranks
+from tests.sampling import halves, sampled
 
 BASE = Case(algorithm=GPTQ(), stop=("checkpoint", 1))
 DATA = [*batches(), batches()[0]]  # one of them twice
@@ -133,11 +134,11 @@ OTHERS: dict[str, tuple[dict[str, Any], list[Tensor], Any, str]] = {
 }
 
 
-def refusals(path: Path) -> list[str]:
+def refusals(path: Path, names: Iterable[str] = tuple(OTHERS)) -> list[str]:
     """What each other run is told; none of them changes anything."""
     stopped(model_of(BASE), BASE, path, data=own(DATA))
     told = []
-    for options, data, change, _ in OTHERS.values():
+    for options, data, change, _ in (OTHERS[name] for name in names):
         model = model_of(BASE)
         if change is not None:
             flipped(*change)(model)
@@ -157,8 +158,9 @@ def refusals(path: Path) -> list[str]:
     return told
 
 
-def check_told(told: list[str], path: Path) -> None:
-    for name, message, (*_, words) in zip(OTHERS, told, OTHERS.values(), strict=True):
+def check_told(told: list[str], path: Path, names: Iterable[str] = tuple(OTHERS)) -> None:
+    for name, message in zip(names, told, strict=True):
+        words = OTHERS[name][-1]
         assert f"checkpoint_dir={str(path)!r} holds a calibration of " in message, name
         assert words in message, (name, message)
         assert "Nothing has been changed. To continue it, start from" in message, name
@@ -171,10 +173,15 @@ def test_another_run_is_refused_by_name(tmp_path: Path) -> None:
     check_told(refusals(tmp_path), tmp_path)
 
 
-def test_another_run_is_refused_alike_on_all_ranks(shared_tmp_path: Path) -> None:
-    first, second = run_ranks(2, refusals, shared_tmp_path)
+# One of each kind: what one rank alone can see, what all see, data that ranks have each a share of.
+ON_RANKS = ["a weight", "a norm", "one token", "one batch more", "the algorithm", "exclude"]
+
+
+@halves("names", OTHERS, ON_RANKS)
+def test_another_run_is_refused_alike_on_all_ranks(names: tuple[str, ...], shared_tmp_path: Path) -> None:
+    first, second = run_ranks(2, refusals, shared_tmp_path, names)
     assert first == second
-    check_told(first, shared_tmp_path)
+    check_told(first, shared_tmp_path, names)
 
 
 def distributed_otherwise(path: Path) -> list[Found]:
@@ -227,16 +234,16 @@ def window_file(path: Path, number: int, pattern: str = "*.distcp") -> Path:
     return next((path / f"layers-{number:05}-{number:05}").glob(pattern))
 
 
-@pytest.mark.parametrize(
-    ("damage", "pattern", "words"),
-    [
-        (flip, "*.distcp", "does not hold the bytes that were written"),
-        (truncate, "*.distcp", "has [0-9]+ bytes, expected [0-9]+"),
-        (remove, "*.distcp", "is missing"),
-        (flip, ".metadata", "does not hold the bytes that were written"),
-        (remove, ".metadata", "is missing"),
-    ],
-)
+DAMAGES: list[tuple[Callable[[Path], None], str, str]] = [
+    (flip, "*.distcp", "does not hold the bytes that were written"),
+    (truncate, "*.distcp", "has [0-9]+ bytes, expected [0-9]+"),
+    (remove, "*.distcp", "is missing"),
+    (flip, ".metadata", "does not hold the bytes that were written"),
+    (remove, ".metadata", "is missing"),
+]
+
+
+@sampled(("damage", "pattern", "words"), DAMAGES, [DAMAGES[1], DAMAGES[3], DAMAGES[4]])
 def test_a_damaged_window_is_named_and_calibrated_again(
     tmp_path: Path, whole: Found, damage: Callable[[Path], None], pattern: str, words: str
 ) -> None:

@@ -29,6 +29,7 @@ from tests.layerwise.small_runs import (
     stopping,
 )
 from tests.ranks import RankFailure, run_ranks, run_ranks_each, under_torchrun
+from tests.sampling import sampled
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,7 +148,7 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(tmp_path: Path) ->
     assert len({one["resumed"] for one in steps}) >= 3  # so the kills were spread over the run
 
 
-@pytest.mark.parametrize(("save_every", "found_first"), [(1, 3), (2, 2), (STAGES + 5, 0)])
+@sampled(("save_every", "found_first"), [(1, 3), (2, 2), (STAGES + 5, 0)], [(2, 2)])
 def test_a_window_that_was_not_finished_is_calibrated_again(tmp_path: Path, save_every: int, found_first: int) -> None:
     case = Case(algorithm=GPTQ(), stop=("metrics", LAYERS))
     model = model_of(case)

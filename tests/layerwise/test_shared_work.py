@@ -16,6 +16,7 @@ from layerwise import AWQ, GPTQ, Decision, LocalHessian, Max, Mse, SmoothQuant
 from tests.fsdp_hooks.cases import Collectives
 from tests.layerwise.models import RECIPES, assert_same, batches, expert_lists, outcome, reference, run, shard, toy
 from tests.ranks import run_ranks_catching, run_ranks_each
+from tests.sampling import sampled
 
 NVFP4, MXFP8 = RECIPES["nvfp4"], RECIPES["mxfp8"]
 COUNT = 4
@@ -98,7 +99,10 @@ def test_every_group_is_asked_about_on_one_rank(ranks: int) -> None:
             assert_same(own, expected, f"{case} on {ranks} ranks")
 
 
-@pytest.mark.parametrize("algorithm", [AWQ(alpha_step=0.5, clip_step=0.25), GPTQ()], ids=["AWQ", "GPTQ"])
+METHODS = {"AWQ": AWQ(alpha_step=0.5, clip_step=0.25), "GPTQ": GPTQ()}
+
+
+@sampled("algorithm", METHODS.values(), [GPTQ()], ids=METHODS)
 def test_experts_in_a_list(algorithm: Any) -> None:
     expected = reference(expert_lists, MXFP8, algorithm, COUNT)
     for (found,) in run_ranks_each(2, [algorithm], _experts):

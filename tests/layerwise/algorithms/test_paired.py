@@ -10,20 +10,23 @@ from torch import Tensor
 from layerwise import GPTAQ, GPTQ, Algorithm, Max, Mse, Qronos
 from layerwise.folding.folds import transform_inputs
 from qtensor import NVFP4BlockScaling
-from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import format_of
 from tests.layerwise.algorithms.two_streams import ROWS, K, Streams, decided, randn, two_streams
 from tests.recipes import MAIN
+from tests.sampling import pairwise, sampled
 
 NVFP4 = NVFP4BlockScaling()
 Kind = type[GPTAQ] | type[Qronos]
 both = pytest.mark.parametrize("kind", [GPTAQ, Qronos])
 
 
-@both
-@pytest.mark.parametrize("recipe", MAIN.values(), ids=MAIN)
-@pytest.mark.parametrize("case", ["no second input", "equal inputs", "alpha"])
-def test_without_a_difference_the_bytes_are_those_of_gptq(kind: Kind, recipe: Recipe, case: str) -> None:
+# The second input goes before the format is asked: any two meet, and each kind meets each case with several formats.
+SAME = [*itertools.product([GPTAQ, Qronos], MAIN, ["no second input", "equal inputs", "alpha"])]
+
+
+@sampled(("kind", "name", "case"), SAME, pairwise([GPTAQ, Qronos], MAIN, ["no second input", "equal inputs", "alpha"]))
+def test_without_a_difference_the_bytes_are_those_of_gptq(kind: Kind, name: str, case: str) -> None:
+    recipe = MAIN[name]
     streams, weight = two_streams(), randn(ROWS, K).float() * 0.02
     weight[:, 3] = -0.0  # its sign is stored, too
     inputs = streams.inputs()
