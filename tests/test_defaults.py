@@ -282,6 +282,7 @@ def test_results_are_those_under_the_defaults_of_torch(procedure: Any, tmp_path:
         assert_same(under_defaults(procedure, name, tmp_path / name), wanted)
 
 
+@pytest.mark.full
 def test_compiled_kernels_give_the_same_bytes() -> None:
     x, recipe = weight(), MXFP8BlockScaling()
     wanted = quantize(x, recipe)

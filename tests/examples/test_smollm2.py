@@ -48,6 +48,7 @@ def transformers_config() -> LlamaConfig:
     return LlamaConfig.from_pretrained(path.parent, gguf_file=path.name)
 
 
+@pytest.mark.full
 def test_config_is_the_one_transformers_reads(transformers_config):
     expected = transformers_config.to_dict()
     got = smollm2.config().to_dict()
@@ -76,6 +77,7 @@ def test_weights_and_logits_equal_transformers_bit_for_bit(model, tokenizer, tra
         assert torch.equal(logits, reference(ids).logits)
 
 
+@pytest.mark.full
 def test_the_model_reads_english(model, tokenizer):
     text = (
         "The city of Paris is the capital of France. It lies on the river Seine, and it is known for its museums, "

@@ -27,12 +27,15 @@ from tests.qtensor.low_precision_backward import (
 )
 from tests.qtensor.recipes_under_test import raw, same_bytes, weight
 from tests.qtensor.test_products import accumulation_bound, block_scaled_mm, gathered
+from tests.sampling import sampled
 from tests.torch_versions.release import RELEASE
 
 EVERY = FLOAT8 | MXFP8
 every = pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY.keys())
 MAIN = {name: EVERY[name] for name in ("float8_row", "float8_tensor", "float8_delayed", "mxfp8_row", "mxfp8_square")}
 main = pytest.mark.parametrize("recipe", MAIN.values(), ids=MAIN.keys())
+# A compilation takes a second: in `make test` scales of rows, and of blocks in two operands.
+main_compiled = sampled("recipe", MAIN.values(), [*MAIN.values()][:2], ids=MAIN.keys())
 SHAPES = [(96,), (0, 96), (1, 96), (7, 96), (64, 96), (3, 11, 96)]
 
 
@@ -442,7 +445,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@main
+@main_compiled
 def test_a_linear_compiles_into_one_graph_of_each_direction_to_the_same_bytes(recipe: Any) -> None:
     module = nn.Linear(96, 64, bias=False)
     module.weight = parameter(recipe)
@@ -458,7 +461,7 @@ def test_a_linear_compiles_into_one_graph_of_each_direction_to_the_same_bytes(re
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@main
+@main_compiled
 def test_a_compiled_forward_keeps_nothing_dense_for_backward(recipe: Any) -> None:
     """What backward gets from forward: the input and the parts, and no decoded weight or operand."""
     module = nn.Linear(96, 64, bias=False)

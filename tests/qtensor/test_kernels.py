@@ -25,6 +25,7 @@ from qtensor.spec.registry import encode, format_of, keeps_history, shared_amax,
 from qtensor.tensor.contents import write
 from tests.qtensor.recipes_under_test import DELAYED, RECIPES, every_recipe, same_bytes, weight
 from tests.recipes import MAIN, facts
+from tests.sampling import sampled
 
 INF, NAN = float("inf"), float("nan")
 FORMS = ["float8_row", "mxfp8_square", "nvfp4"]  # rows, groups of rows, packed: test_golden compiles the others
@@ -67,7 +68,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMS)
+@sampled("name", FORMS, ["nvfp4"])
 def test_compiled_kernels_give_the_bytes_of_the_definition(name: str) -> None:
     """Several shapes through the same code; a tail that fills no vector among them."""
     recipe = RECIPES[name]

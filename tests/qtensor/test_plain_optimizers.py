@@ -1,6 +1,7 @@
 """Ordinary torch optimizers, and what stands around them, on quantized parameters in one process."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,8 @@ from qtensor import (
     stochastic_rounding,
 )
 from tests.qtensor.recipes_under_test import main_recipes, same_bytes, same_parts, weight
-from tests.recipes import facts
+from tests.recipes import MAIN, facts
+from tests.sampling import pairwise, sampled
 
 MXFP8 = MXFP8BlockScaling()
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -155,12 +157,15 @@ def test_state_is_plain_and_of_the_appearance_dtype(
                 assert value.shape == (() if name == "step" else param.shape), name
 
 
-@main_recipes
-@all_optimizers
-@pytest.mark.parametrize("foreach", [False, True])
+REPEATED = [*itertools.product(MAIN, OPTIMIZERS, [False, True])]
+
+
+# What is rounded does not know which optimizer calls: any two of format, optimizer and way of stepping meet.
+@sampled(("name", "optimizer_name", "foreach"), REPEATED, pairwise(MAIN, OPTIMIZERS, [False, True]))
 def test_stochastic_rounding_repeats_itself_and_leaves_plain_members_alone(
-    recipe: Any, kind: Any, options: dict[str, Any], foreach: bool
+    name: str, optimizer_name: str, foreach: bool
 ) -> None:
+    recipe, (kind, options) = MAIN[name], OPTIMIZERS[optimizer_name]
     models = []
     for stochastic in (True, True, False):
         model = Model(recipe)
@@ -378,9 +383,13 @@ def lerp_by_hand(ema: nn.Module, model: nn.Module, share: float) -> None:
             average.lerp_(param, share)
 
 
-@main_recipes
-@pytest.mark.parametrize("averaged", [True, False], ids=["AveragedModel", "deepcopy and lerp_"])
-def test_a_moving_average_follows_inside_stochastic_rounding(recipe: Any, averaged: bool) -> None:
+AVERAGES = [*itertools.product(MAIN, ["AveragedModel", "deepcopy and lerp_"])]
+
+
+# Both ways call lerp_: each format with one of them, in turn.
+@sampled(("name", "way"), AVERAGES, [case for number, case in enumerate(AVERAGES) if number % 4 in (0, 3)])
+def test_a_moving_average_follows_inside_stochastic_rounding(name: str, way: str) -> None:
+    recipe, averaged = MAIN[name], way == "AveragedModel"
     model, goal, share = Model(recipe), target(recipe), 0.02
     if averaged:
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(1 - share))

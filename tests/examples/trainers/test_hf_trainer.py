@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import sampled
+
 pytest.importorskip("transformers")
 
 from transformers import LlamaConfig, Trainer, TrainingArguments
@@ -19,7 +21,7 @@ def _run(*argv: str) -> list[float]:
         return hf_trainer.main(list(argv))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@sampled("ranks", [1, 2], [2])
 def test_a_resumed_run_ends_in_the_bytes_of_the_uninterrupted_one(ranks: int, shared_tmp_path: Path) -> None:
     whole, resumed = shared_tmp_path / "whole", shared_tmp_path / "resumed"
     for losses in run_ranks(ranks, _run, "--out", str(whole)):

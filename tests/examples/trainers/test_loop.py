@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import sampled
+
 pytest.importorskip("transformers")
 
 import torch
@@ -16,7 +18,7 @@ from tests.examples.trainers.checkpoints import hold_the_same, quantized_in
 from tests.ranks import agreed, run_ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@sampled("ranks", [1, 2], [2])
 def test_a_resumed_run_ends_in_the_bytes_of_the_uninterrupted_one(ranks: int, shared_tmp_path: Path) -> None:
     whole, resumed = shared_tmp_path / "whole", shared_tmp_path / "resumed"
     for losses in run_ranks(ranks, loop.main, ["--out", str(whole)]):

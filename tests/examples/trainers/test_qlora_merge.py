@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import sampled
+
 pytest.importorskip("transformers")
 
 import torch
@@ -52,7 +54,7 @@ def _deviations(form: str, out: Path) -> list[float]:
     return [merged, qlora_merge.deviation(model, seen, report)]
 
 
-@pytest.mark.parametrize("form", ["float8", "mxfp4"])
+@sampled("form", ["float8", "mxfp4"], ["mxfp4"])
 def test_merged_layers_are_base_and_adapter_and_the_bytes_those_of_one_process(
     form: str, shared_tmp_path: Path
 ) -> None:
