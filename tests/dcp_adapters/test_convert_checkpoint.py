@@ -26,6 +26,8 @@ from qtensor import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScalin
 from tests.dcp_adapters.cases import EVERY, RECIPES, alone, bits, held, load, models, placed, save, values
 from tests.dcp_adapters.live_storages import LiveStorages
 from tests.ranks import run_ranks
+from tests.recipes import STAND_INS
+from tests.sampling import sampled
 
 if TYPE_CHECKING:
     from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -112,7 +114,7 @@ def state(change: Any = lambda value: value) -> dict[str, Any]:
 # -- the bytes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EVERY)
+@sampled("name", EVERY, STAND_INS)
 def test_every_recipe_becomes_another_as_copy_does(name: str, tmp_path: Path) -> None:
     recipe = EVERY[name]
     save(state(), tmp_path / "a")
@@ -137,7 +139,8 @@ def test_quantized_becomes_dense_as_dequantize_does(dtype: torch.dtype, tmp_path
     assert_same(tmp_path / "b", tmp_path / "expected")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# What a kind becomes is a matter of test_convert.py; here of the command around it.
+@sampled("name", RECIPES, STAND_INS)
 def test_dense_becomes_quantized_as_quantize_does(name: str, tmp_path: Path) -> None:
     dense = {f"{i}.weight": values(SHAPE, i, dtype) for i, dtype in enumerate(DTYPES)}
     kept = {"0.bias": values((64,), 8), "head.weight": values((7, 5), 9), "step": 3}

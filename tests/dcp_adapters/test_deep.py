@@ -39,7 +39,8 @@ from qtensor import (
 )
 from tests.dcp_adapters.cases import RECIPES, Layer, save, values
 from tests.ranks import run_ranks, run_ranks_catching
-from tests.recipes import TABLE
+from tests.recipes import MAIN, TABLE
+from tests.sampling import sampled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -177,7 +178,7 @@ def rewritten(recipe: Any) -> dict[str, QuantizedTensor]:
     return {name: param.detach() for name, param in weights.items()}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", [each.name for each in TABLE])
+@sampled("name", [each.name for each in TABLE], MAIN)
 def test_no_way_to_write_is_a_fault(name: str, tmp_path: Path) -> None:
     recipe = next(each.recipe for each in TABLE if each.name == name)
     state = {"weights": rewritten(recipe)}

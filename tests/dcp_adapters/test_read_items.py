@@ -36,6 +36,7 @@ from tests.dcp_adapters.test_plans import (
     rows_of,
     state,
 )
+from tests.sampling import sampled
 
 if TYPE_CHECKING:
     from qtensor import QuantizedTensor
@@ -118,7 +119,7 @@ def assert_stock(target: Mapping[str, Any], metadata: Metadata) -> None:
     assert any(item.type is LoadItemType.BYTE_IO for item, *_ in expected) == ("number" in target)
 
 
-@pytest.mark.parametrize("source", LAYOUTS)
+@sampled("source", LAYOUTS, ["fsdp 3", "hsdp 2x3", "fsdp 3 x tp 4 columns"])
 def test_items_are_those_of_stock_on_every_layout(source: str) -> None:
     whole = quantized()
     metadata = metadata_of(whole, LAYOUTS[source])

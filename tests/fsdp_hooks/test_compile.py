@@ -121,8 +121,8 @@ def test_blocks_compile_as_one_graph_and_once(name: str, storage: str) -> None:
     run_ranks(2, compiles_once, EVERY[name], storage, sharded=True, compiler="aot_eager")
 
 
-@pytest.mark.slow
-@sampled("storage", ["quantized", "high_precision"], ["quantized"])
+@pytest.mark.full
+@pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 def test_inductor_compiles_blocks_under_fsdp(storage: str) -> None:
     run_ranks(2, compiles_once, RECIPES["mxfp8"], storage, sharded=True, compiler="inductor", timeout=280)
 

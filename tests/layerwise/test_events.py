@@ -14,6 +14,7 @@ import torch.distributed as dist
 from layerwise import AWQ, GPTQ, Event
 from tests.layerwise.small_runs import LAYERS, Case, Stop, batches, model_of, own, run, stopped, stopping
 from tests.ranks import run_ranks
+from tests.sampling import sampled
 
 NAMES = [*(f"layers.{index}" for index in range(LAYERS)), ""]
 STAGES = len(NAMES)
@@ -56,7 +57,10 @@ def check_events(told: list[Any]) -> None:
     assert told[3] == expected(saved_after=(1, 2, 3), resumed=1)
 
 
-@pytest.mark.parametrize("case", [Case(), Case(algorithm=GPTQ())], ids=["max", "gptq"])
+CASES = {"max": Case(), "gptq": Case(algorithm=GPTQ())}
+
+
+@sampled("case", CASES.values(), [CASES["gptq"]], ids=CASES)
 def test_events_in_their_order(tmp_path: Path, case: Case) -> None:
     check_events(events_in_turn(case, tmp_path))
 

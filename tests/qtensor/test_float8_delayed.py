@@ -30,6 +30,7 @@ from qtensor.tensor.contents import write
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, batch, build, local, shard
 from tests.qtensor.recipes_under_test import same_bytes, same_parts, weight
 from tests.ranks import run_ranks, run_ranks_catching
+from tests.sampling import sampled
 
 F32 = np.float32
 
@@ -206,7 +207,7 @@ def trains_like_one_process() -> None:
     assert sync_scales(net) == (dist.get_world_size() > 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@sampled("world_size", [1, 2, 4], [4])
 def test_training_and_its_history_equal_one_process(world_size: int) -> None:
     run_ranks(world_size, trains_like_one_process)
 

@@ -119,6 +119,7 @@ def test_chunks_are_rounded_under_the_decided_scales(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_compiled_kernel_takes_fp32_and_fp16_too() -> None:
     """Whatever the recipe, values become fp32 first; packed codes become fp16 in vectors of their own width."""
     for dtype in (torch.float32, torch.float16):

@@ -27,7 +27,8 @@ from qtensor import (
 )
 from qtensor.tensor.contents import initial_value, preserve
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, same_bytes, same_parts, unit, weight
-from tests.recipes import facts
+from tests.recipes import MAIN, facts
+from tests.sampling import sampled
 
 FAILURE = 1e-9
 SLACK = 2.0**-20  # relative: the fp32 roundings of 1 / scale, x / scale, q * scale, and 2^-24 of the draw
@@ -348,7 +349,11 @@ def starting_point(recipe: Any) -> tuple[nn.Parameter, Tensor]:
 
 
 # A group of INT4 has another scale, smaller by 14 / 15, where its largest value is decoded and quantized again.
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES.values() if not facts(recipe).element.uniform])
+@sampled(
+    "recipe",
+    [recipe for recipe in RECIPES.values() if not facts(recipe).element.uniform],
+    [recipe for recipe in MAIN.values() if not facts(recipe).element.uniform],
+)
 def test_a_sum_of_tiny_updates_arrives_on_average_and_to_nearest_not_at_all(recipe: Any) -> None:
     """Each write errs by a martingale difference inside one step of the grid: Azuma's bound for all of them together.
 

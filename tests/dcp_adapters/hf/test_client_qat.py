@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.sampling import sampled
+
 pytest.importorskip("compressed_tensors")
 pytest.importorskip("transformers")
 
@@ -109,7 +111,7 @@ def exported(model: LlamaForCausalLM, recipe: Any, path: Path, **options: Any) -
     return quantized
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@sampled("name", WEIGHTS, ["float8_row", "mxfp8", "nvfp4"])
 def test_the_loss_of_trained_weights_is_that_of_the_exported_ones(name: str, tmp_path: Path) -> None:
     """Bit for bit: transformers dequantizes to the bf16 numbers that training multiplied by."""
     recipe = WEIGHTS[name]
