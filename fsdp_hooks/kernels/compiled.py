@@ -203,6 +203,10 @@ class Kernel:
             return False
         return not is_tracing() and not is_watched()
 
+    def runs_by_hand(self, large: Tensor) -> bool:
+        """Return whether a call with `large` as its first argument runs what was written by hand."""
+        return self.by_hand is not None and large.device.type in BY_HAND_ON and self.compiles(large)
+
     def _run(self, args: tuple[Any, ...]) -> Any:
         compiled: Callable[..., Any] | None = None
         try:

@@ -222,11 +222,14 @@ def assign(groups: Sequence[LinearGroup], bits_per_weight: float, asked: str = "
 
 
 def _record(recipe: Recipe) -> dict[str, Any]:
-    computed = {"activations": recipe.activations, "gradients": recipe.gradients}
+    computed = {"activations": recipe.activations, "gradients": recipe.gradients, "accumulation": recipe.accumulation}
     return {**recipe.to_json(), **{name: value for name, value in computed.items() if value or name == "activations"}}
 
 
 def _recipe(record: dict[str, Any]) -> Recipe:
     return dataclasses.replace(
-        Recipe.from_json(record), activations=record["activations"], gradients=record.get("gradients")
+        Recipe.from_json(record),
+        activations=record["activations"],
+        gradients=record.get("gradients"),
+        accumulation=record.get("accumulation"),
     )

@@ -9,6 +9,8 @@ These are the formulas of TransformerEngine's current-scaling kernels. An elemen
 affects no other element.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +48,8 @@ class Float8CurrentScaling(Recipe):
         gradients: None, or with activations="dynamic" the element of gradients: "e5m2" (more range; what
             TransformerEngine's HYBRID takes) or "e4m3" (more digits). Both products of backward are then low-precision
             ones, see qtensor/products/gradients.py.
+        accumulation: None, or with activations="dynamic" "fast": tensor cores add up the product of forward in fewer
+            bits, as torchao's default does (see docs/numerics.md).
 
     Raises:
         ValueError: for any other value.
@@ -59,6 +63,7 @@ class Float8CurrentScaling(Recipe):
     """
 
     gradient_elements: ClassVar[tuple[str, ...]] = tuple(ELEMENTS)
+    accumulations: ClassVar[tuple[str, ...]] = ("fast",)
 
     element: str = "e4m3"
     granularity: str = "row"
@@ -70,12 +75,23 @@ class Float8CurrentScaling(Recipe):
         check_choice(self, "granularity", ("row", "tensor"))
         check_choice(self, "power_of_two", (False, True))
 
+    @property
+    def of_rows(self) -> Recipe:
+        """With one scale a row, which is found and used in one pass over the row."""
+        return _of_rows(self)
+
+
+@functools.cache
+def _of_rows(recipe: Float8CurrentScaling) -> Float8CurrentScaling:
+    return recipe if recipe.granularity == "row" else dataclasses.replace(recipe, granularity="row")
+
 
 class Float8(Format):
     """The numerics of Float8, see `Format`."""
 
     converts = True
     judges = True
+    exact_in_bf16 = True
 
     def parts(self, recipe: Float8CurrentScaling) -> tuple[PartSpec, ...]:
         """The parts."""
@@ -134,7 +150,15 @@ class Float8(Format):
 
     def by_hand(self, recipe: Float8CurrentScaling) -> ByHand | None:
         """Its kernels for GPUs."""
-        return ByHand("float8", {"element": ELEMENTS[recipe.element][0], "power_of_two": recipe.power_of_two})
+        options = {"element": ELEMENTS[recipe.element][0], "power_of_two": recipe.power_of_two}
+        return ByHand("float8", options, turns=True)
+
+    def without_factors(
+        self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling
+    ) -> tuple[Mapping[str, Tensor], Tensor]:
+        """The elements."""
+        one = torch.ones((), dtype=torch.float32, device=parts["payload"].device)
+        return {**parts, "scale": one}, parts["scale"]
 
     def turned(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> tuple[dict[str, Tensor], Tensor]:
         """The same elements with scales of 1; the scales are factors of the rows, which become columns."""
@@ -180,7 +204,7 @@ class Float8Tensor(QuantizedTensor):
     """
 
 
-def multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype, recipe: Recipe) -> Tensor:
     """The hardware's product, row-wise: a tensor-wide scale of w is spread over its rows."""
     w_scale = w["scale"].reshape(1, -1).expand(1, w["payload"].shape[0]).contiguous()  # [1, N]
     return scaled_mm(
@@ -191,6 +215,7 @@ def multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtyp
         w_scale,
         ScalingType.RowWise,
         output_dtype=dtype,
+        use_fast_accum=recipe.accumulation == "fast",
     )
 
 

@@ -49,6 +49,8 @@ class Float8DelayedScaling(Recipe):
         activations: None, or "dynamic": a linear layer quantizes its input too, with one current scale a row.
         gradients: None, or with activations="dynamic" the element of gradients, "e5m2" or "e4m3": both products of
             backward are then low-precision ones, with current scales (see qtensor/products/gradients.py).
+        accumulation: None, or with activations="dynamic" "fast": tensor cores add up the product of forward in fewer
+            bits, as torchao's default does (see docs/numerics.md).
 
     Raises:
         ValueError: for any other value.
@@ -62,6 +64,7 @@ class Float8DelayedScaling(Recipe):
     """
 
     gradient_elements: ClassVar[tuple[str, ...]] = tuple(ELEMENTS)
+    accumulations: ClassVar[tuple[str, ...]] = ("fast",)
 
     element: str = "e4m3"
     amax_history_len: int = 1024

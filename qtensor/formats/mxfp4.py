@@ -56,6 +56,7 @@ class MXFP4BlockScaling(Recipe):
 
 class _MXFP4(Format):
     judges = True
+    exact_in_bf16 = True
 
     def parts(self, recipe: MXFP4BlockScaling) -> tuple[PartSpec, ...]:
         return (

@@ -77,6 +77,7 @@ class MXFP8BlockScaling(Recipe):
 
 class _MXFP8(Format):
     judges = True
+    exact_in_bf16 = True
 
     def parts(self, recipe: MXFP8BlockScaling) -> tuple[PartSpec, ...]:
         dtype, _ = ELEMENTS[recipe.element]
@@ -135,7 +136,7 @@ class MXFP8Tensor(QuantizedTensor):
     """
 
 
-def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype, recipe: Recipe) -> Tensor:
     """The hardware's product. It reads square blocks as row blocks, since their scales are stored for every row."""
     x_scale, w_scale = (swizzle(parts["scale"]).view(torch.float8_e8m0fnu) for parts in (x, w))
     return scaled_mm(

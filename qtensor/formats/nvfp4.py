@@ -77,6 +77,7 @@ class NVFP4BlockScaling(Recipe):
 class _NVFP4(Format):
     converts = True
     judges = True
+    exact_in_bf16 = True
 
     def parts(self, recipe: NVFP4BlockScaling) -> tuple[PartSpec, ...]:
         return (
@@ -150,6 +151,12 @@ class _NVFP4(Format):
     def snap(self, scaled: Tensor, recipe: NVFP4BlockScaling) -> Tensor:
         return e2m1.snapped(scaled)
 
+    def without_factors(
+        self, parts: Mapping[str, Tensor], recipe: NVFP4BlockScaling
+    ) -> tuple[Mapping[str, Tensor], Tensor]:
+        one = torch.ones((), dtype=torch.float32, device=parts["payload"].device)
+        return {**parts, "global_scale": one}, parts["global_scale"]
+
     def by_hand(self, recipe: NVFP4BlockScaling) -> ByHand:
         return ByHand("nvfp4", {"square": recipe.blocks == "square"})
 
@@ -190,7 +197,7 @@ class NVFP4Tensor(QuantizedTensor):
     """
 
 
-def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype, recipe: Recipe) -> Tensor:
     """The hardware's product of elements and block scales in fp32, then times the global scales by row and column.
 
     (The hardware takes one global scale for a whole operand, but quantized rows and a gathered weight have several.)

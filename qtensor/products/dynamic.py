@@ -11,15 +11,15 @@ The input is quantized on the fly in the weight's format, every row (token) by i
 No amax is taken over several tokens, so the bytes of a token depend on that token alone: not on the batch, its padding,
 or how ranks share it. No collective is needed.
 
-There are two routes to the product. The hardware's is torch.nn.functional.scaled_mm; a format says in its own file how
-to call it and where its kernels exist (its `Route`), and `scaled_mm_support` tells whether they support a case, and
-why if they do not. Everything else is emulated: both operands are decoded to fp32, multiplied in fp32 and rounded once
-to the input's dtype. The two routes differ in the order and width of the accumulation, and in where scales are rounded
-in fp32: the hardware applies them to sums, the emulation to elements. The CPU always emulates; elsewhere one warning
-tells of it (emulation.py).
+There are three routes to the product. The hardware's is torch.nn.functional.scaled_mm; a format says in its own file
+how to call it and where its kernels exist (its `Route`), and `scaled_mm_support` tells whether they support a case, and
+why if they do not. On a GPU that has none, bf16 holds what most formats decode to, and multiplies it at full speed
+(in_bf16.py). Everything else is emulated: both operands are decoded to fp32, multiplied in fp32 and rounded once to the
+input's dtype. The routes differ in the order and width of the accumulation, and in where scales are rounded in fp32:
+the first two apply them to sums, the emulation to elements. The CPU always emulates; elsewhere one warning tells of it
+(emulation.py).
 """
 
-import contextlib
 from collections.abc import Mapping
 
 import torch
@@ -28,7 +28,8 @@ from torch import Tensor
 
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import kernels
-from qtensor.products.emulation import tell_of_emulation
+from qtensor.products import in_bf16
+from qtensor.products.emulation import tell_of_emulation, without_autocast
 from qtensor.spec.format import Route
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import describe, registered
@@ -64,8 +65,11 @@ def product(x: Tensor, weight: QuantizedTensor) -> Tensor:
         supported, reason = scaled_mm_support(x.device, weight.recipe, x.dtype, rows, columns)
         route = registered(weight.recipe).route
         # the hardware reads parts as they are stored, and knows no other shape or order
-        if supported and route is not None and weight._lens.described is None:
-            y = route.multiply(parts, parts_per_row(weight), x.dtype)
+        stored = weight._lens.described is None
+        if supported and route is not None and stored:
+            y = route.multiply(parts, parts_per_row(weight), x.dtype, weight.recipe)
+        elif stored and in_bf16.holds(x.device, weight.recipe, x.dtype):
+            y = in_bf16.multiply(parts, weight.recipe.of_rows, parts_per_row(weight), weight.recipe, x.dtype)
         else:
             name = type(weight.recipe).__name__
             if is_tracing():  # sizes may be no numbers there
@@ -106,6 +110,9 @@ def _unfit_device(device: torch.device, name: str, route: Route | None) -> str:
         return f"scaled_mm does not know {name}"
     if device.type != "cuda" or torch.version.cuda is None:
         return f"scaled_mm is used on NVIDIA GPUs, not on this device ({device.type})"
+    version = tuple(int(number) for number in torch.version.cuda.split(".")[:2])
+    if version < route.cuda:
+        return f"scaled_mm knows {name} in torch built for CUDA {route.cuda[0]}.{route.cuda[1]} or later"
     found = torch.cuda.get_device_properties(device)
     if any(found.major == major and found.minor >= minor for major, minor in route.capabilities):
         return ""
@@ -134,8 +141,3 @@ def swizzle(scale: Tensor) -> Tensor:
     padded = F.pad(scale.view(torch.uint8), (0, 4 * tiles[1] - blocks, 0, 128 * tiles[0] - rows))
     tiled = padded.reshape(tiles[0], 4, 32, tiles[1], 4)  # [.., r // 32, r % 32, .., block]
     return tiled.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
-
-
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Turn off autocast, which would round the fp32 operands of the emulation (the meta device has no autocast)."""
-    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

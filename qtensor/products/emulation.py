@@ -4,6 +4,7 @@ On a CPU emulation is what is meant: nothing multiplies these formats there. On 
 its speed, and an fp32 product takes far longer than the bf16 one of dense inputs.
 """
 
+import contextlib
 import re
 import warnings
 
@@ -43,3 +44,8 @@ def _warn(kind: str, name: str, reason: str) -> None:
         UserWarning,
         stacklevel=2,
     )
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Turn off autocast, which would round the operands of a product (the meta device has no autocast)."""
+    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

@@ -25,13 +25,19 @@ which are in no amax and add nothing.
 A value that is not finite makes its element or block NaN, and so every sum that takes it: a loss scaler sees it. No
 amax is taken over tokens of other ranks, so no collective is needed; dw depends on which tokens a rank has.
 
-A compiled graph sees one operation a product, for the reasons in late_decode.py.
+On a GPU the gradient is read twice for all four operands that are made of it: once for the largest magnitudes of rows
+and columns, once for the codes (qtensor/numerics/transposing.py).
+
+In a compiled graph all of this is plain operations, so that the compiler makes the codes where it makes the values: in
+one pass with the derivative of an activation function, say. Only what is made of the weight is hidden in an operation
+that takes the gradient's codes as well, for the reasons in late_decode.py.
 """
 
 import dataclasses
 import functools
 import json
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -39,9 +45,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_hooks.torch_private import constant_in_graphs, is_tracing
-from qtensor.numerics import kernels
-from qtensor.products.dynamic import Parts, quantize_rows, scaled_mm_support, without_autocast
-from qtensor.products.emulation import tell_of_emulation
+from qtensor.numerics import kernels, transposing
+from qtensor.products import in_bf16
+from qtensor.products.dynamic import Parts, quantize_rows, scaled_mm_support
+from qtensor.products.emulation import tell_of_emulation, without_autocast
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import column_multiple, format_of, registered, specs_of
 from qtensor.tensor.contents import parts_per_row
@@ -78,27 +85,64 @@ class SeenWeight(NamedTuple):
     transposed: bool
 
 
-def input_gradient(grad: Tensor, weight: "QuantizedTensor") -> Tensor:
-    """Return the gradient of the input, [T, N] -> [T, K] in grad.dtype; not differentiable.
+def gradients(
+    grad: Tensor, x: Tensor | None, weight: "QuantizedTensor | None", recipe: Recipe
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the input and of the weight; not differentiable.
 
     Args:
-        grad: dense [T, N], bf16, fp16 or fp32.
-        weight: [N, K], also a gathered one whose shards have different tensor-wide scales, or a transposed view.
+        grad: of the output, dense [T, N], bf16, fp16 or fp32.
+        x: the input [T, K] in the dtype of grad; None if the gradient of the weight is not wanted.
+        weight: [N, K], also a gathered one whose shards have different tensor-wide scales, or a transposed view; None
+            if the gradient of the input is not wanted.
+        recipe: of the weight.
+
+    Returns:
+        dx: [T, K] in grad.dtype, or None.
+        dw: [N, K] in grad.dtype, or None.
     """
-    parts, lens, recipe = parts_per_row(weight), weight._lens, weight.recipe
+    kinds, dx, dw = kinds_of(recipe), None, None
+    multiple = contraction_multiple(kinds.other)
+    with torch.no_grad():
+        other = None if weight is None else _other_operand(weight, kinds)
+        rows, columns = _operands(grad, other, kinds, multiple, wants_columns=x is not None)
+        if other is not None and rows is not None:
+            dx = other.multiply(rows, kinds, grad)
+        if x is not None and columns is not None:
+            dw = _multiply(columns, transposing.encode_columns(x, kinds.other, multiple), kinds, grad)
+    return dx, dw
+
+
+def _operands(
+    grad: Tensor, other: "_Turned | _TurnedLate | None", kinds: Kinds, multiple: int, *, wants_columns: bool
+) -> tuple[Parts | None, Parts | None]:
+    """Return what is made of the gradient: rows for the product with the other operand, columns for that with x."""
+    if other is None:
+        return None, transposing.encode_columns(grad, kinds.gradient, multiple)
+    if wants_columns:
+        return transposing.encode_both(grad, other.factors, kinds.gradient, multiple)
+    return transposing.encode_scaled(grad, other.factors, kinds.gradient, multiple), None
+
+
+class _Turned(NamedTuple):
+    """The weight in dx: what `turn_weight` returns."""
+
+    parts: Parts
+    factors: Tensor | None
+
+    def multiply(self, rows: Parts, kinds: Kinds, like: Tensor) -> Tensor:
+        """Return dx from the gradient's rows, [T, K]."""
+        return _multiply(rows, self.parts, kinds, like)
+
+
+def _other_operand(weight: "QuantizedTensor", kinds: Kinds) -> "_Turned | _TurnedLate":
+    parts, lens = parts_per_row(weight), weight._lens
     seen = SeenWeight((weight.shape[0], weight.shape[1]), lens.described is not None, lens.transposed)
-    # in a graph one opaque operation, for the reasons in late_decode.py
     if not _in_a_graph():
-        return _input_gradient(grad, parts, kinds_of(recipe), seen)
-    held, how = [parts[spec.name] for spec in specs_of(recipe) if spec.gathered], [seen.view, seen.transposed]
-    return torch.ops.qtensor.quantized_input_gradient(grad, held, _text(recipe), list(seen.shape), how)  # type: ignore[no-any-return]
-
-
-def weight_gradient(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
-    """Return the gradient of a weight of this recipe, [T, N], [T, K] -> [N, K]; not differentiable."""
-    if not _in_a_graph():
-        return _weight_gradient(grad, x, kinds_of(recipe))
-    return torch.ops.qtensor.quantized_weight_gradient(grad, x, _text(recipe))  # type: ignore[no-any-return]
+        return _Turned(*turn_weight(parts, kinds, seen))
+    exact = None if seen.view else format_of(kinds.weight).turned(parts, kinds.weight)
+    held = [parts[spec.name] for spec in specs_of(weight.recipe) if spec.gathered]
+    return _TurnedLate(held, _text(weight.recipe), seen, None if exact is None else exact[1])
 
 
 @functools.cache
@@ -117,11 +161,13 @@ def turn_weight(parts: Parts, kinds: Kinds, seen: SeenWeight) -> tuple[Parts, Te
     exact = None if seen.view else format_of(kinds.weight).turned(parts, kinds.weight)
     if exact is not None:
         made, factors = exact
-        return {**made, "payload": _pad(made["payload"], multiple)}, factors
+        return {**made, "payload": transposing.turned(made["payload"].t(), multiple)}, factors
     # blocks of forward run along K, and dx sums along N: they are quantized anew
     values = kernels.decode(parts, kinds.weight, torch.float32)
     values = values.view(seen.shape[::-1] if seen.transposed else seen.shape)
-    return quantize_rows(_pad(values if seen.transposed else values.t(), multiple), kinds.other), None
+    if seen.transposed:
+        return quantize_rows(transposing.padded(values, multiple), kinds.other), None
+    return transposing.encode_columns(values, kinds.other, multiple), None
 
 
 def contraction_multiple(recipe: Recipe) -> int:
@@ -130,30 +176,23 @@ def contraction_multiple(recipe: Recipe) -> int:
     return math.lcm(column_multiple(recipe), 1 if route is None else route.columns)
 
 
-@torch.no_grad()
-def _input_gradient(grad: Tensor, parts: Parts, kinds: Kinds, seen: SeenWeight) -> Tensor:
-    w, factors = turn_weight(parts, kinds, seen)
-    # the scale of row n of w is a factor of column n of dy
-    dy = grad if factors is None else grad.to(torch.float32) * factors
-    return _multiply(quantize_rows(_pad(dy, contraction_multiple(kinds.other)), kinds.gradient), w, kinds, grad)
-
-
-@torch.no_grad()
-def _weight_gradient(grad: Tensor, x: Tensor, kinds: Kinds) -> Tensor:
-    multiple = contraction_multiple(kinds.other)
-    dy = quantize_rows(_pad(grad.t(), multiple), kinds.gradient)  # [N, T]
-    return _multiply(dy, quantize_rows(_pad(x.t(), multiple), kinds.other), kinds, grad)
-
-
 def _multiply(a: Parts, b: Parts, kinds: Kinds, like: Tensor) -> Tensor:
     """Multiply gradients a [M, C] and what b [L, C] holds of the other operand: [M, L] in the dtype of `like`."""
-    rows, columns = b["payload"].shape
-    supported, reason = scaled_mm_support(like.device, kinds.other, like.dtype, rows, columns)
+    supported, reason = _support(b["payload"].shape, kinds, like)
     route = registered(kinds.other).route
     if supported and route is not None:
-        return route.multiply(a, b, like.dtype)
+        return route.multiply(a, b, like.dtype, kinds.other)
+    if in_bf16.holds(like.device, kinds.other, like.dtype):
+        return in_bf16.multiply(a, kinds.gradient, b, kinds.other, like.dtype)
     tell_of_emulation(like.device, type(kinds.other).__name__, reason)
     return emulate(a, b, kinds, like.dtype)
+
+
+def _support(shape: Sequence[int], kinds: Kinds, like: Tensor) -> tuple[bool, str]:
+    """Return what `scaled_mm_support` says of an operand [L, C]."""
+    # what is summed along has been padded, and its length may be no number in a graph
+    columns = contraction_multiple(kinds.other) if is_tracing() else shape[1]
+    return scaled_mm_support(like.device, kinds.other, like.dtype, shape[0], columns)
 
 
 def emulate(a: Parts, b: Parts, kinds: Kinds, dtype: torch.dtype) -> Tensor:
@@ -163,19 +202,38 @@ def emulate(a: Parts, b: Parts, kinds: Kinds, dtype: torch.dtype) -> Tensor:
         return F.linear(values, kernels.decode(b, kinds.other, torch.float32)).to(dtype)
 
 
-def _pad(x: Tensor, multiple: int) -> Tensor:
-    """Return x, contiguous, with zeros behind each row up to a multiple; one-byte elements have the code 0 for 0."""
-    short = -x.shape[-1] % multiple
-    if not short:
-        return x.contiguous()
-    return F.pad(x.view(torch.uint8), (0, short)).view(x.dtype) if x.itemsize == 1 else F.pad(x, (0, short))
-
-
 # -- in a compiled graph -----------------------------------------------------------------------------------------------
 
 
 def _in_a_graph() -> bool:
     return is_tracing() and not torch.compiler.is_exporting()
+
+
+class _TurnedLate(NamedTuple):
+    """The weight in dx, turned by an operation that waits for the codes of the gradient.
+
+    Attributes:
+        held: what the weight consists of.
+        recipe: in words.
+        seen: how the weight sees its parts.
+        factors: of the gradient's columns.
+    """
+
+    held: list[Tensor]
+    recipe: str
+    seen: SeenWeight
+    factors: Tensor | None
+
+    def multiply(self, rows: Parts, kinds: Kinds, like: Tensor) -> Tensor:
+        """Return dx from the gradient's rows, [T, K]: a product that the compiler sees where the hardware has it."""
+        told = self.held, self.recipe, list(self.seen.shape), [self.seen.view, self.seen.transposed]
+        route = registered(kinds.other).route
+        supported, _ = _support((self.seen.shape[1], self.seen.shape[0]), kinds, like)
+        if not supported or route is None:
+            return torch.ops.qtensor.multiply_turned(list(rows.values()), *told, like.dtype)  # type: ignore[no-any-return]
+        made = torch.ops.qtensor.turned_weight(rows["payload"], *told)
+        names = (spec.name for spec in specs_of(kinds.other))
+        return route.multiply(rows, dict(zip(names, made, strict=True)), like.dtype, kinds.other)
 
 
 @constant_in_graphs
@@ -191,27 +249,48 @@ def _kinds(text: str) -> Kinds:
     return kinds_of(dataclasses.replace(Recipe.from_json(record), activations="dynamic", gradients=element))
 
 
-@torch.library.custom_op("qtensor::quantized_input_gradient", mutates_args=())
-def _input_gradient_op(grad: Tensor, parts: list[Tensor], recipe: str, shape: list[int], seen: list[bool]) -> Tensor:
-    """Compute `input_gradient`, given what the weight consists of and how it sees its parts: [view, transposed]."""
-    told = _kinds(recipe)
-    names = [spec.name for spec in specs_of(told.weight) if spec.gathered]
+def _turn_held(held: list[Tensor], kinds: Kinds, shape: list[int], seen: list[bool]) -> Parts:
+    names = [spec.name for spec in specs_of(kinds.weight) if spec.gathered]
     view, transposed = seen
-    named = dict(zip(names, parts, strict=True))
-    return _input_gradient(grad, named, told, SeenWeight((shape[0], shape[1]), view, transposed))
+    return turn_weight(dict(zip(names, held, strict=True)), kinds, SeenWeight((shape[0], shape[1]), view, transposed))[
+        0
+    ]
 
 
-@_input_gradient_op.register_fake
-def _(grad: Tensor, parts: list[Tensor], recipe: str, shape: list[int], seen: list[bool]) -> Tensor:
-    return grad.new_empty((grad.shape[0], shape[1]))
+@torch.library.custom_op("qtensor::turned_weight", mutates_args=())
+def _turned_weight(after: Tensor, held: list[Tensor], recipe: str, shape: list[int], seen: list[bool]) -> list[Tensor]:
+    """Return the parts of the weight's operand in dx, given what it consists of and how it sees that.
+
+    `after` is not read. It is made of a gradient: so this cannot run in forward, to be kept until backward.
+    """
+    told = _kinds(recipe)
+    made = _turn_held(held, told, shape, seen)
+    # an operation may not hand out what it was given, as a transpose of a single row does
+    given = {one.untyped_storage().data_ptr() for one in held}
+    parts = [made[spec.name] for spec in specs_of(told.other)]
+    return [part.clone() if part.untyped_storage().data_ptr() in given else part for part in parts]
 
 
-@torch.library.custom_op("qtensor::quantized_weight_gradient", mutates_args=())
-def _weight_gradient_op(grad: Tensor, x: Tensor, recipe: str) -> Tensor:
-    """Compute `weight_gradient`, given the recipe in words."""
-    return _weight_gradient(grad, x, _kinds(recipe))
+@_turned_weight.register_fake
+def _(after: Tensor, held: list[Tensor], recipe: str, shape: list[int], seen: list[bool]) -> list[Tensor]:
+    told = _kinds(recipe)
+    made = _turn_held(held, told, shape, seen)
+    return [torch.empty_like(made[spec.name]) for spec in specs_of(told.other)]
 
 
-@_weight_gradient_op.register_fake
-def _(grad: Tensor, x: Tensor, recipe: str) -> Tensor:
-    return grad.new_empty((grad.shape[1], x.shape[1]))
+@torch.library.custom_op("qtensor::multiply_turned", mutates_args=())
+def _multiply_turned(  # noqa: PLR0913, PLR0917 - an operation takes tensors, numbers and texts
+    rows: list[Tensor], held: list[Tensor], recipe: str, shape: list[int], seen: list[bool], dtype: torch.dtype
+) -> Tensor:
+    """Return dx of the gradient's rows, ordered as their specs, where no product of the hardware multiplies them."""
+    told = _kinds(recipe)
+    named = {spec.name: part for spec, part in zip(specs_of(told.gradient), rows, strict=True)}
+    like = torch.empty(0, dtype=dtype, device=rows[0].device)
+    return _multiply(named, _turn_held(held, told, shape, seen), told, like)
+
+
+@_multiply_turned.register_fake
+def _(  # noqa: PLR0913, PLR0917 - those of the operation
+    rows: list[Tensor], held: list[Tensor], recipe: str, shape: list[int], seen: list[bool], dtype: torch.dtype
+) -> Tensor:
+    return rows[0].new_empty((rows[0].shape[0], shape[1]), dtype=dtype)

@@ -23,7 +23,7 @@ from torch import Tensor
 from fsdp_hooks.torch_private import is_tracing, without_torch_function
 from qtensor.products.decode_once import decode_once
 from qtensor.products.dynamic import product
-from qtensor.products.gradients import input_gradient, weight_gradient
+from qtensor.products.gradients import gradients
 from qtensor.products.late_decode import multiply_decoded
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import describe
@@ -162,13 +162,10 @@ def _quantized_gradients(
     grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, recipe: Recipe
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the same by gradients.py, for a weight of this recipe."""
-    flat = _rows(grad)  # [T, N]
-    dx = dw = None
     with without_torch_function():
-        if weight is not None:
-            dx = input_gradient(flat, weight).reshape(*grad.shape[:-1], weight.shape[-1])
-        if x is not None:
-            dw = weight_gradient(flat, _rows(x).to(grad.dtype), recipe)
+        dx, dw = gradients(_rows(grad), None if x is None else _rows(x).to(grad.dtype), weight, recipe)
+        if dx is not None and weight is not None:
+            dx = dx.reshape(*grad.shape[:-1], weight.shape[-1])
     return dx, dw
 
 

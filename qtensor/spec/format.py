@@ -86,10 +86,13 @@ class Format(abc.ABC):
     Attributes:
         converts: it has `fineness` and `fitted`.
         judges: it has `asked`.
+        exact_in_bf16: bf16 holds the decoded values of the parts that `without_factors` returns, see
+            qtensor/products/in_bf16.py.
     """
 
     converts: ClassVar[bool] = False
     judges: ClassVar[bool] = False
+    exact_in_bf16: ClassVar[bool] = False
 
     @abc.abstractmethod
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:
@@ -171,6 +174,13 @@ class Format(abc.ABC):
         """
         raise self._cannot("asked", "scales that can be judged")
 
+    def without_factors(self, parts: Mapping[str, Tensor], recipe: Any) -> tuple[Mapping[str, Tensor], Tensor | None]:
+        """(parts of the values without the scales of rows or of the tensor; these, as fp32 factors of rows, or None).
+
+        Asked of formats with `exact_in_bf16`. The factors are [rows, 1] or, one for all rows, [].
+        """
+        return parts, None
+
     def by_hand(self, recipe: Any) -> Any | None:
         """The kernels that somebody wrote for GPUs (qtensor.numerics.triton_kernels.ByHand), or None."""
         return None
@@ -184,13 +194,15 @@ class Route:
     """How the hardware multiplies two tensors of one format.
 
     Attributes:
-        multiply: (parts of x [M, K], parts of w [N, K], output dtype) -> [M, N]; tensor-wide parts of x are given per
-            row, [M, 1], those of w as one value or, for a gathered weight, per row, [N, 1].
+        multiply: (parts of x [M, K], parts of w [N, K], output dtype, recipe of w) -> [M, N]; tensor-wide parts of x
+            are given per row, [M, 1], those of w as one value or, for a gathered weight, per row, [N, 1].
         capabilities: the CUDA compute capabilities that have kernels, as (major, least minor).
         columns, rows: what K and N must be multiples of.
+        cuda: the least version of CUDA that torch must be built for, as (major, minor).
     """
 
-    multiply: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], torch.dtype], Tensor]
+    multiply: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], torch.dtype, Any], Tensor]
     capabilities: tuple[tuple[int, int], ...]
     columns: int
     rows: int = 16
+    cuda: tuple[int, int] = (0, 0)

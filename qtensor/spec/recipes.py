@@ -4,8 +4,9 @@ A recipe holds numbers and strings only (never a process group, a mesh, a rank o
 compared, pickled, put into JSON and baked into a compiled graph as a constant. The recipe of a format is in the file of
 that format.
 
-Most fields say what the stored bytes are. `activations` and `gradients` say how to compute with them, so no checkpoint
-holds them: recipes that differ only in these fields describe the same bytes. Code that moves bytes compares `stored`.
+Most fields say what the stored bytes are. `activations`, `gradients` and `accumulation` say how to compute with them,
+so no checkpoint holds them: recipes that differ only in these fields describe the same bytes. Code that moves bytes
+compares `stored`.
 """
 
 import dataclasses
@@ -32,6 +33,10 @@ class Recipe:
         gradients: what the products of backward are made of. None: dense values. An element ("e4m3" or "e5m2", where
             the format has it): the gradient of the output is quantized to that element, and weight and input to those
             of forward (see qtensor/products/gradients.py); needs activations="dynamic".
+        accumulation: how the hardware adds up in forward. None: in fp32 (`use_fast_accum=False` of torch's scaled_mm).
+            "fast", for Float8 with scales of rows or tensors: in the tensor cores' own registers, which keep fewer bits
+            of a sum, for more speed on compute capability 9.0; other devices add up as before. Backward always takes
+            fp32, as torchao's default does. Needs activations="dynamic".
 
     Raises:
         ValueError: for any other value.
@@ -48,9 +53,11 @@ class Recipe:
 
     registry: ClassVar[dict[str, type["Recipe"]]] = {}
     gradient_elements: ClassVar[tuple[str, ...]] = ()  # what `gradients` may be besides None
+    accumulations: ClassVar[tuple[str, ...]] = ()  # what `accumulation` may be besides None
 
     activations: str | None = dataclasses.field(default=None, metadata=NOT_STORED)
     gradients: str | None = dataclasses.field(default=None, metadata=NOT_STORED)
+    accumulation: str | None = dataclasses.field(default=None, metadata=NOT_STORED)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -70,11 +77,17 @@ class Recipe:
                 f'{type(self).__name__}: gradients={self.gradients!r} needs activations="dynamic", since a product '
                 "whose input stays dense in forward has no quantized input for backward"
             )
+        check_choice(self, "accumulation", (None, *self.accumulations))
+        if self.accumulation is not None and self.activations is None:
+            raise ValueError(
+                f'{type(self).__name__}: accumulation={self.accumulation!r} needs activations="dynamic", since a dense '
+                "product is torch's own"
+            )
 
     def __repr__(self) -> str:
-        """Like a dataclass's repr, but `activations` and `gradients` come last, and only where they are set."""
+        """Like a dataclass's repr, but what says how to compute comes last, and only where it is set."""
         described = [f"{name}={getattr(self, name)!r}" for name in _stored_names(type(self))]
-        computed = {"activations": self.activations, "gradients": self.gradients}
+        computed = {name: getattr(self, name) for name in COMPUTED}
         described += [f"{name}={value!r}" for name, value in computed.items() if value is not None]
         return f"{type(self).__name__}({', '.join(described)})"
 
@@ -83,8 +96,8 @@ class Recipe:
 
     @property
     def stored(self) -> Self:
-        """Without `activations` and `gradients`. Two recipes describe the same bytes where their `stored` are equal."""
-        return self if self.activations is None else dataclasses.replace(self, activations=None, gradients=None)
+        """Without what says how to compute. Two recipes describe the same bytes where their `stored` are equal."""
+        return self if self.activations is None else dataclasses.replace(self, **dict.fromkeys(COMPUTED))
 
     @property
     def of_rows(self) -> "Recipe":
@@ -125,3 +138,6 @@ class Recipe:
 def _stored_names(kind: type[Recipe]) -> tuple[str, ...]:
     """Names of the fields that describe bytes, in the order of their definition."""
     return tuple(field.name for field in dataclasses.fields(kind) if field.metadata.get("stored", True))
+
+
+COMPUTED = tuple(field.name for field in dataclasses.fields(Recipe))  # names of the fields that say how to compute

@@ -61,6 +61,10 @@ class Interpreter:
         """`kernels.decode` on a GPU, likewise."""
         return self._process.submit(_decode, dict(parts), recipe, dtype, by_hand).result()
 
+    def transposing(self, name: str, *args: Any) -> Any:
+        """The function of that name in `qtensor.numerics.transposing`, on a GPU."""
+        return self._process.submit(_transposing, name, args).result()
+
     def launches(self) -> int:
         """How many launches were interpreted so far."""
         return self._process.submit(_launched).result()
@@ -175,6 +179,13 @@ def _decode(parts: dict[str, Tensor], recipe: Any, dtype: torch.dtype, by_hand: 
 
     with _on_gpu(by_hand):
         return kernels.decode(parts, recipe, dtype)
+
+
+def _transposing(name: str, args: tuple[Any, ...]) -> Any:
+    from qtensor.numerics import transposing
+
+    with _on_gpu(by_hand=True):
+        return getattr(transposing, name)(*args)
 
 
 def _launched() -> int:

@@ -155,6 +155,7 @@ def on_gpu(launching: Launching) -> Iterator[None]:
         use_kernels("compiled"),
         mock.patch.object(Kernel, "__call__", call),
         mock.patch.object(Kernel, "compiles", return_value=True),
+        mock.patch.object(Kernel, "runs_by_hand", lambda kernel, large: launching.takes_by_hand(kernel)),
     ):
         yield
 
@@ -162,10 +163,12 @@ def on_gpu(launching: Launching) -> Iterator[None]:
 class Meter:
     """Counts what calls of the product launch; each kernel is compiled once.
 
-    `by_hand` says whether kernels are taken that were written by hand, where there are such.
+    `by_hand` says whether kernels are taken that were written by hand, where there are such; `grad`, whether calls are
+    differentiated.
     """
 
-    def __init__(self, *, by_hand: bool = True) -> None:
+    def __init__(self, *, by_hand: bool = True, grad: bool = False) -> None:
+        self.grad = grad
         self._launches: list[Launch] = []
         self._launching = Launching(lambda kernel, args: self._launches.append(launch_of(kernel, args)))
         self._launching.by_hand = by_hand
@@ -188,9 +191,14 @@ class Meter:
                 found["gathered"] = self._call(gathered.dequantize, dense.nbytes + parts)
         return found
 
+    def launches(self, call: Callable[[], object]) -> tuple[Launch, ...]:
+        """All that a call launches."""
+        with on_gpu(self._launching):
+            return self._call(call, 0).launches
+
     def _call(self, call: Callable[[], object], needed: int) -> Call:
-        self._launches = []
-        with torch.no_grad(), _Operations(self._launches):
+        self._launches.clear()
+        with torch.set_grad_enabled(self.grad), _Operations(self._launches):
             call()
         return Call(tuple(self._launches), needed)
 
