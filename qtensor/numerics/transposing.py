@@ -73,7 +73,8 @@ def padded(x: Tensor, multiple: int) -> Tensor:
     # a graph for any number of tokens would otherwise be one of those that need no zeros, or one of the others
     if not is_tracing() and not short:
         return x.contiguous()
-    return F.pad(x.view(torch.uint8), (0, short)).view(x.dtype) if x.itemsize == 1 else F.pad(x, (0, short))
+    wide = F.pad(x.view(torch.uint8), (0, short)).view(x.dtype) if x.itemsize == 1 else F.pad(x, (0, short))
+    return wide.contiguous()
 
 
 def _as_defined(x: Tensor) -> bool:

@@ -30,7 +30,7 @@ and columns, once for the codes (qtensor/numerics/transposing.py).
 
 In a compiled graph all of this is plain operations, so that the compiler makes the codes where it makes the values: in
 one pass with the derivative of an activation function, say. Only what is made of the weight is hidden in an operation
-that takes the gradient's codes as well, for the reasons in late_decode.py.
+that takes the gradient as well, for the reasons in late_decode.py.
 """
 
 import dataclasses
@@ -210,7 +210,7 @@ def _in_a_graph() -> bool:
 
 
 class _TurnedLate(NamedTuple):
-    """The weight in dx, turned by an operation that waits for the codes of the gradient.
+    """The weight in dx, turned by an operation that waits for the gradient.
 
     Attributes:
         held: what the weight consists of.
@@ -231,7 +231,7 @@ class _TurnedLate(NamedTuple):
         supported, _ = _support((self.seen.shape[1], self.seen.shape[0]), kinds, like)
         if not supported or route is None:
             return torch.ops.qtensor.multiply_turned(list(rows.values()), *told, like.dtype)  # type: ignore[no-any-return]
-        made = torch.ops.qtensor.turned_weight(rows["payload"], *told)
+        made = torch.ops.qtensor.turned_weight(like, *told)
         names = (spec.name for spec in specs_of(kinds.other))
         return route.multiply(rows, dict(zip(names, made, strict=True)), like.dtype, kinds.other)
 
@@ -261,7 +261,9 @@ def _turn_held(held: list[Tensor], kinds: Kinds, shape: list[int], seen: list[bo
 def _turned_weight(after: Tensor, held: list[Tensor], recipe: str, shape: list[int], seen: list[bool]) -> list[Tensor]:
     """Return the parts of the weight's operand in dx, given what it consists of and how it sees that.
 
-    `after` is not read. It is made of a gradient: so this cannot run in forward, to be kept until backward.
+    `after` is the gradient, and not read: so this cannot run in forward, to be kept until backward. (It has another
+    use: inductor stores what such an operation takes, in the gradient's own dtype, and does not compute it again for
+    each kernel that quantizes it.)
     """
     told = _kinds(recipe)
     made = _turn_held(held, told, shape, seen)

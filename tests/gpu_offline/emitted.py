@@ -29,9 +29,11 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes import joint_graph
+from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -54,6 +56,30 @@ SETTINGS = {
 }
 _fake = FakeTensorMode()
 _compile = torch.compile
+
+
+class _Compiled(Exception):
+    """What was asked for is there, and nothing can run."""
+
+
+def code_of(module: torch.nn.Module, *inputs: Tensor) -> list[str]:
+    """What inductor writes for forward and for backward of a module of tensors without values, called in a fake mode."""
+    written: list[str] = []
+
+    def backend(graph: Any, given: Any) -> Callable[..., Any]:
+        compile_fx(graph, given)
+        raise _Compiled
+
+    with (
+        _as_if_there_was_a_gpu(),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+        mock.patch.object(GraphLowering, "save_output_code", staticmethod(written.append)),
+        contextlib.suppress(_Compiled, BackendCompilerFailed),
+    ):
+        torch._dynamo.reset()
+        _compile(module, backend=backend, fullgraph=True)(*inputs)
+    torch._dynamo.reset()
+    return written
 
 
 class TritonKernel:
