@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
 from qtensor.formats.float8 import Float8Tensor, asked_of, grid_of
 from qtensor.numerics.fineness import Fineness, fineness, fits
@@ -23,7 +24,7 @@ from qtensor.spec.blocks import BlockFacts, block_amax, encoding_scale, finite, 
 from qtensor.spec.codecs import fp8
 from qtensor.spec.codecs.fp8 import ELEMENTS
 from qtensor.spec.codecs.rounding import power_of_two_floor
-from qtensor.spec.format import Format, PartSpec
+from qtensor.spec.format import Format, PartSpec, Route
 from qtensor.spec.recipes import Recipe, check_choice
 from qtensor.spec.registry import register
 
@@ -38,8 +39,8 @@ class Float8BlockScaling(Recipe):
         element: "e4m3" (largest value 448) or "e5m2" (57344).
         blocks: "square" (128 x 128; the same bytes serve the transposed product) or "row" (1 x 128 along K).
         power_of_two: round the encoding scales down to powers of two.
-        activations: None, or "dynamic": a linear layer quantizes its input too, in 1 x 128 blocks. The product is
-            emulated on every device (see qtensor/products/dynamic.py).
+        activations: None, or "dynamic": a linear layer quantizes its input too, in 1 x 128 blocks (see
+            qtensor/products/dynamic.py).
 
     Raises:
         ValueError: for any other value.
@@ -112,5 +113,38 @@ class _Float8Blocks(Format):
         return untile(blocks * parts["scale"].unsqueeze(-1), parts["payload"].shape[-1])
 
 
+def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype, recipe: Recipe) -> Tensor:
+    """The hardware's product: 1 x 128 blocks of x by those of w, 128 x 128 or 1 x 128.
+
+    Scales of 1 x 128 blocks stand column by column, which must be multiples of 16 bytes. Those of squares stand row by
+    row, one for each square, in rows of as many bytes; nobody reads what fills them up.
+    """
+    tokens = x["payload"].shape[0]
+    short = -tokens % 4
+    payload = torch.nn.functional.pad(x["payload"].view(torch.uint8), (0, 0, 0, short)).view(x["payload"].dtype)
+    if getattr(recipe, "blocks", "row") == "square":
+        squares = w["scale"][::BLOCK]  # [ceil(N / 128), ceil(K / 128)]
+        w_scale = torch.nn.functional.pad(squares, (0, -squares.shape[1] % 4)).contiguous().t()
+        kind = ScalingType.BlockWise128x128
+    else:
+        w_scale, kind = _by_columns(w["scale"]), ScalingType.BlockWise1x128
+    y = scaled_mm(
+        payload,  # [M padded, K]
+        w["payload"].t(),  # [K, N]
+        _by_columns(torch.nn.functional.pad(x["scale"], (0, 0, 0, short))),
+        ScalingType.BlockWise1x128,
+        w_scale,
+        kind,
+        output_dtype=dtype,
+    )
+    return y[:tokens].contiguous()
+
+
+def _by_columns(scale: Tensor) -> Tensor:
+    """[rows, blocks], stored column by column."""
+    return scale.t().contiguous().t()
+
+
 NAMES = {"float8-block": Float8BlockScaling(), "float8-block-row": Float8BlockScaling(blocks="row")}
-register(Float8BlockScaling, _Float8Blocks(), Float8Tensor, names=NAMES)
+ROUTE = Route(multiply=_multiply, capabilities=((9, 0),), columns=BLOCK, cuda=(12, 9))
+register(Float8BlockScaling, _Float8Blocks(), Float8Tensor, names=NAMES, route=ROUTE)

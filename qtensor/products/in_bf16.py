@@ -28,12 +28,13 @@ from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import format_of
 
 Parts = Mapping[str, Tensor]
+KINDS = ("cuda",)  # of devices: a CPU multiplies bf16 no faster than fp32
 DTYPES = (torch.bfloat16, torch.float16)  # of inputs whose quantized values bf16 holds
 
 
 def holds(device: torch.device, recipe: Recipe, dtype: torch.dtype) -> bool:
     """Return whether products of operands of a recipe, quantized from `dtype`, are taken in bf16 on a device."""
-    return device.type == "cuda" and dtype in DTYPES and format_of(recipe).exact_in_bf16
+    return device.type in KINDS and dtype in DTYPES and format_of(recipe).exact_in_bf16
 
 
 def multiply(a: Parts, of_a: Recipe, b: Parts, of_b: Recipe, dtype: torch.dtype) -> Tensor:

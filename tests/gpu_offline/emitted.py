@@ -63,7 +63,7 @@ class _Compiled(Exception):
 
 
 def code_of(module: torch.nn.Module, *inputs: Tensor) -> list[str]:
-    """What inductor writes for forward and for backward of a module of tensors without values, called in a fake mode."""
+    """What inductor writes for forward and backward of a module of tensors without values, called in a fake mode."""
     written: list[str] = []
 
     def backend(graph: Any, given: Any) -> Callable[..., Any]:

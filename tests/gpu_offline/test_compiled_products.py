@@ -93,7 +93,7 @@ def test_only_the_products_and_what_hides_the_weight_are_no_triton(name: str) ->
 
 @float8
 def test_backward_gets_no_dense_weight_and_no_codes(name: str) -> None:
-    """What forward hands on: its inputs (the parts of weights among them), and outputs of products and of reductions."""
+    """What forward hands on: its inputs (parts of weights among them), and outputs of products and of reductions."""
     forward, _ = code(name)
     (returned,) = re.findall(r"return \((.*)\)\n", body(forward)[-2000:])
     buffers = re.findall(r"buf\d+", returned)[1:]  # the first is the output

@@ -14,16 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtensor as qt
+from qtensor.products import emulation
 from tests.gpu_offline.recipes import RECIPES
 
 ROWS, COLUMNS, TOKENS = 512, 256, 8
 DYNAMIC = {
     "float8_row": qt.Float8CurrentScaling(activations="dynamic"),
     "mxfp8_row": qt.MXFP8BlockScaling(activations="dynamic"),
+    "mxfp4_up": qt.MXFP4BlockScaling(activations="dynamic"),
     "nvfp4_row": qt.NVFP4BlockScaling(activations="dynamic"),
+    "float8_block_square": qt.Float8BlockScaling(activations="dynamic"),
+    "float8_block_row": qt.Float8BlockScaling(blocks="row", activations="dynamic"),
 }
+# of a GPU that multiplies Float8 alone
+PRODUCTS = {"float8_row": "_scaled_mm_v2", "float8_block_square": "_scaled_mm_v2", "float8_block_row": "_scaled_mm_v2"}
 LOW_PRECISION = {
     "float8_row": qt.Float8CurrentScaling(activations="dynamic", gradients="e5m2"),
     "float8_tensor": qt.Float8CurrentScaling(granularity="tensor", activations="dynamic", gradients="e5m2"),
@@ -90,3 +97,42 @@ def test_a_low_precision_backward_keeps_to_the_device(recipe: Any, tokens: int) 
         assert grad is not None
         on_gpu(grad)
         assert (grad.shape, grad.dtype) == (like.shape, like.dtype)
+
+
+class _Products(TorchDispatchMode):
+    """The products of matrices that run inside, and the dtypes of what they multiply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, qt.QuantizedTensor) for kind in types):
+            return NotImplemented
+        name = func.overloadpacket.__name__
+        if "mm" in name:
+            self.found.append((name, args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+@pytest.mark.parametrize("tokens", [TOKENS, 33])
+def test_no_product_of_bf16_inputs_is_taken_in_fp32(name: str, tokens: int) -> None:
+    """By the hardware where it has one, otherwise in bf16, which holds the operands; nothing warns."""
+    x = torch.empty(tokens, COLUMNS, device="cuda", dtype=torch.bfloat16)
+    module = layer(DYNAMIC[name])
+    with torch.no_grad(), _Products() as products:
+        y = module(x)
+    on_gpu(y)
+    assert (y.shape, y.dtype) == ((tokens, ROWS), torch.bfloat16)
+    ((product, dtype),) = products.found
+    assert product == PRODUCTS.get(name, "mm")
+    assert dtype == (torch.float8_e4m3fn if name in PRODUCTS else torch.bfloat16)
+
+
+def test_what_bf16_does_not_hold_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulation, "_told", set())
+    module = layer(qt.Int4GroupScaling(group=32, activations="dynamic"))
+    with torch.no_grad(), pytest.warns(UserWarning, match="is emulated on this device"), _Products() as products:
+        module(activations())
+    assert [dtype for _, dtype in products.found] == [torch.float32]

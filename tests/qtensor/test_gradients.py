@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp_hooks.kernels.compiled import use_kernels
 from qtensor import MXFP8BlockScaling, QuantizedTensor, quantize
 from qtensor.formats import mxfp8
-from qtensor.products import gradients
+from qtensor.products import gradients, in_bf16
 from qtensor.products.dynamic import product, quantize_rows, scaled_mm_support
 from qtensor.products.gradients import kinds_of, turn_weight
 from qtensor.spec.registry import format_of
@@ -562,6 +562,21 @@ def test_the_operands_of_the_hardware_are_those_of_the_emulation(
     monkeypatch.setattr(gradients, "scaled_mm_support", lambda *args: (True, ""))
     monkeypatch.setattr(gradients, "emulate", None)
     monkeypatch.setattr(mxfp8, "scaled_mm", block_scaled_mm)
+    for found, wanted, (a, b) in zip(products(), expected, operands, strict=True):
+        assert (found.shape, found.dtype) == (wanted.shape, torch.bfloat16)
+        assert ((found.double() - wanted.double()).abs() <= accumulation_bound(a, b, torch.bfloat16)).all()
+
+
+@every
+@pytest.mark.parametrize("tokens", [1, 7, 64, 150])
+def test_the_operands_of_bf16_products_are_those_of_the_emulation(
+    recipe: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This CPU counts as a GPU that has no product for the format."""
+    products, operands = both(recipe, tokens)
+    expected = products()
+    monkeypatch.setattr(in_bf16, "KINDS", ("cpu",))
+    monkeypatch.setattr(gradients, "emulate", None)
     for found, wanted, (a, b) in zip(products(), expected, operands, strict=True):
         assert (found.shape, found.dtype) == (wanted.shape, torch.bfloat16)
         assert ((found.double() - wanted.double()).abs() <= accumulation_bound(a, b, torch.bfloat16)).all()

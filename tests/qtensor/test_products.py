@@ -24,16 +24,19 @@ from qtensor import (
     QuantizedTensor,
     quantize,
 )
-from qtensor.formats import mxfp8, nvfp4
+from qtensor.formats import float8, float8_blocks, mxfp8, nvfp4
+from qtensor.numerics import kernels
 from qtensor.products import dynamic as products
+from qtensor.products import in_bf16 as bf16
 from qtensor.products.dynamic import product, quantize_rows, scaled_mm_support, swizzle
+from qtensor.spec.codecs import fp8
 from qtensor.spec.registry import format_of
 from tests.qtensor.recipes_under_test import RECIPES, all_recipes, raw, same_bytes, tensor_wide_recipes, weight
 from tests.recipes import MAIN
 from tests.torch_versions.release import RELEASE
 
 INPUT_SHAPES = [(96,), (7, 96), (3, 5, 96), (2, 3, 5, 96), (0, 96), (2, 0, 96)]
-EMULATED = (Float8BlockScaling, MXFP4BlockScaling, Int4GroupScaling)  # on every device
+EMULATED = (MXFP4BlockScaling, Int4GroupScaling)  # by scaled_mm on no device
 HARDWARE = {name: recipe for name, recipe in MAIN.items() if not isinstance(recipe, EMULATED)}
 HARDWARE |= {"float8_row_power_of_two": Float8CurrentScaling(power_of_two=True)}
 hardware_recipes = pytest.mark.parametrize("recipe", HARDWARE.values(), ids=HARDWARE.keys())
@@ -233,6 +236,9 @@ def test_the_cpu_emulates(recipe: Any) -> None:
         (MXFP8BlockScaling(blocks="square"), (10, 0), True),
         (NVFP4BlockScaling(), (9, 0), False),
         (NVFP4BlockScaling(), (12, 0), True),
+        (Float8BlockScaling(), (8, 9), False),
+        (Float8BlockScaling(), (9, 0), True),
+        (Float8BlockScaling(blocks="row"), (10, 0), False),
     ],
     ids=str,
 )
@@ -240,9 +246,19 @@ def test_a_capability_decides(
     recipe: Any, capability: tuple[int, int], supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = pretend_gpu(monkeypatch, capability)
-    found, reason = scaled_mm_support(device, recipe, torch.bfloat16, 64, 96)
+    found, reason = scaled_mm_support(device, recipe, torch.bfloat16, 64, 128)
     assert found is supported
     assert bool(reason) is not supported
+
+
+def test_blocks_need_a_torch_that_has_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = pretend_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert scaled_mm_support(device, Float8BlockScaling(), torch.bfloat16, 64, 128) == (
+        False,
+        "scaled_mm knows Float8BlockScaling in torch built for CUDA 12.9 or later",
+    )
+    assert scaled_mm_support(device, Float8CurrentScaling(), torch.bfloat16, 64, 128) == (True, "")
 
 
 @pytest.mark.parametrize(
@@ -340,6 +356,37 @@ def block_scaled_mm(  # noqa: PLR0917 - the signature of scaled_mm
     return (values(a, a_scale) @ values(b.T, b_scale).T).to(dtype)
 
 
+def float8_scaled_mm(  # noqa: PLR0917 - the signature of scaled_mm
+    a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any, **options: Any
+) -> Tensor:
+    """What scaled_mm computes for Float8 in blocks, in fp32; refuses what the kernels refuse."""
+    from torch.nn.functional import ScalingType
+
+    (rows, inner), columns = a.shape, b.shape[1]
+    blocks = -(-inner // 128)
+    dtype = options.pop("output_dtype")
+    assert not options
+    assert a.is_contiguous()
+    assert b.T.is_contiguous()
+    assert {a.dtype, b.dtype} == {torch.float8_e4m3fn}
+    assert {a_scale.dtype, b_scale.dtype} == {torch.float32}
+    assert a_kind == ScalingType.BlockWise1x128
+    assert rows % 4 == 0
+    assert (a_scale.shape, a_scale.T.is_contiguous()) == ((rows, blocks), True)
+    if b_kind == ScalingType.BlockWise1x128:
+        assert (b_scale.shape, b_scale.T.is_contiguous()) == ((columns, blocks), True)
+        spread = b_scale
+    else:
+        assert b_kind == ScalingType.BlockWise128x128
+        assert (b_scale.shape, b_scale.T.is_contiguous()) == ((blocks + -blocks % 4, -(-columns // 128)), True)
+        spread = b_scale[:blocks].T.repeat_interleave(128, dim=0)[:columns]
+
+    def values(elements: Tensor, scale: Tensor) -> Tensor:
+        return elements.float() * scale.repeat_interleave(128, dim=1)[:, :inner]
+
+    return (values(a, a_scale) @ values(b.T, spread).T).to(dtype)
+
+
 def asked(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> Callable[..., Tensor]:
     """`product` by way of the hardware's route, with stand-ins for the kernels that the CPU lacks."""
     if isinstance(recipe, Float8CurrentScaling) and RELEASE < (2, 12):
@@ -348,6 +395,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> Callable[..., Tensor]
     monkeypatch.setattr(products, "emulate", None)
     monkeypatch.setattr(mxfp8, "scaled_mm", block_scaled_mm)
     monkeypatch.setattr(nvfp4, "scaled_mm", block_scaled_mm)
+    monkeypatch.setattr(float8_blocks, "scaled_mm", float8_scaled_mm)
     return product
 
 
@@ -388,6 +436,109 @@ def test_scales_are_swizzled_as_torchao_does(shape: tuple[int, int], dtype: torc
     assert found.dtype == dtype
     assert torch.equal(raw(found), raw(to_blocked(scale.view(torch.uint8))))
     assert torch.equal(raw(unswizzled(found, *shape)), raw(scale))
+
+
+@pytest.mark.parametrize("accumulation", [None, "fast"])
+def test_fast_accumulation_is_asked_of_the_hardware(accumulation: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def scaled_mm(*operands: Any, **options: Any) -> Tensor:
+        given.append(options["use_fast_accum"])
+        return torch.zeros(operands[0].shape[0], operands[1].shape[1], dtype=torch.bfloat16)
+
+    monkeypatch.setattr(products, "scaled_mm_support", lambda *args: (True, ""))
+    monkeypatch.setattr(float8, "scaled_mm", scaled_mm)
+    recipe = Float8CurrentScaling(activations="dynamic", accumulation=accumulation)
+    product(tokens(7, 96), quantize(weight(), recipe))
+    assert given == [accumulation == "fast"]
+
+
+# -- in bf16, where the hardware has no product ------------------------------------------------------------------------
+
+EXACT = {name: recipe for name, recipe in RECIPES.items() if format_of(recipe).exact_in_bf16}
+
+
+@pytest.fixture
+def in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This CPU counts as a GPU that decodes operands to bf16; nothing may be emulated."""
+    monkeypatch.setattr(bf16, "KINDS", ("cpu",))
+    monkeypatch.setattr(products, "emulate", None)
+
+
+def test_every_format_but_two_is_exact_in_bf16() -> None:
+    inexact = {type(recipe) for recipe in RECIPES.values()} - {type(recipe) for recipe in EXACT.values()}
+    assert inexact == {Float8BlockScaling, Int4GroupScaling}
+
+
+@pytest.mark.usefixtures("in_bf16")
+@pytest.mark.parametrize("recipe", EXACT.values(), ids=EXACT.keys())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(96,), (0, 96), (7, 96), (3, 50, 96)], ids=str)
+def test_a_bf16_product_multiplies_what_the_emulation_does(
+    recipe: Any, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    w, x = quantize(weight(), recipe), tokens(*shape, dtype=dtype)
+    y = product(x, w)
+    assert (y.shape, y.dtype) == ((*shape[:-1], 64), dtype)
+    assert_close_to_the_emulation(y, x, w.dequantize(torch.float32), recipe)
+
+
+@pytest.mark.usefixtures("in_bf16")
+@tensor_wide_recipes
+def test_a_bf16_product_applies_the_scale_of_every_shard(recipe: Any) -> None:
+    w, values = gathered(recipe)
+    x = tokens(7, 96)
+    assert_close_to_the_emulation(product(x, w), x, values, recipe)
+
+
+@pytest.mark.parametrize("recipe", EXACT.values(), ids=EXACT.keys())
+def test_operands_have_the_same_values_in_bf16_and_in_fp32(recipe: Any) -> None:
+    x = tokens(40, 96) * 2.0**-100
+    rows = recipe.of_rows
+    rest, factors = format_of(rows).without_factors(quantize_rows(x, recipe), rows)
+    wide, narrow = (kernels.decode(rest, rows, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert torch.equal(narrow.float(), wide)
+    scaled = wide if factors is None else wide * factors
+    expected = decoded(quantize_rows(x, recipe), rows)
+    assert torch.allclose(scaled, expected, rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_every_bf16_number_is_exact_under_every_scale_of_mxfp8(element: str) -> None:
+    """Also those below the least normal number; beyond the largest both are infinite."""
+    recipe = MXFP8BlockScaling(element=element)
+    numbers = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()  # positive ones
+    numbers = numbers[numbers.isfinite()].reshape(-1, 32)
+    for code in range(255):
+        scale = torch.full((numbers.shape[0], 1), code, dtype=torch.uint8)
+        parts = format_of(recipe).encode_with(numbers, recipe, {"scale": scale})
+        wide, narrow = (kernels.decode(parts, recipe, dtype) for dtype in (torch.float32, torch.bfloat16))
+        # what is larger than the largest element of this scale has another scale
+        within = numbers <= fp8.ELEMENTS[element][1] * 2.0 ** (code - 127)
+        assert torch.equal(narrow.float()[within], wide[within]), code
+
+
+@pytest.mark.parametrize(("element", "least"), [("e4m3", -124), ("e5m2", -117)])
+def test_weights_of_mxfp8_lose_less_than_2_to_the_minus_134_in_the_least_blocks(element: str, least: int) -> None:
+    recipe: Any = MXFP8BlockScaling(element=element)
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fp8.ELEMENTS[element][0])
+    codes = torch.where(codes.float().isfinite(), codes.view(torch.uint8), 0).view(codes.dtype)
+    for code in range(255):
+        parts = {"payload": codes.reshape(8, 32), "scale": torch.full((8, 1), code, dtype=torch.uint8)}
+        wide, narrow = (kernels.decode(parts, recipe, dtype) for dtype in (torch.float32, torch.bfloat16))
+        if code - 127 >= least:
+            assert torch.equal(narrow.float(), wide), code
+        else:
+            assert not torch.equal(narrow.float(), wide)
+            assert (narrow.double() - wide.double()).abs().max() <= 2.0**-134
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_inputs_are_not_multiplied_in_bf16(dtype: torch.dtype) -> None:
+    assert not bf16.holds(torch.device("cuda"), MXFP8BlockScaling(), dtype)
+    assert bf16.holds(torch.device("cuda"), MXFP8BlockScaling(), torch.bfloat16)
+    assert not bf16.holds(torch.device("cpu"), MXFP8BlockScaling(), torch.bfloat16)
+    assert not bf16.holds(torch.device("cuda"), Float8BlockScaling(), torch.bfloat16)
 
 
 # -- on the hardware ---------------------------------------------------------------------------------------------------
