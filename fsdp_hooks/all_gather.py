@@ -80,6 +80,10 @@ class AllGatherHooks:
         """Return a tensor of the same kind around gathered parts."""
         raise NotImplementedError
 
+    def _kept_beside(self, gathered: Tensor) -> tuple[Tensor, ...]:
+        """Return what FSDP frees with a gathered tensor besides its parts, see until_reshard.py."""
+        return ()
+
     def fsdp_pre_all_gather(self, *args: Any) -> tuple[tuple[Tensor, ...], int]:
         """Return uint8 views of the shard's parts, padded to equal rows. FSDP2 calls it on every rank, on the shard.
 
@@ -132,7 +136,7 @@ class AllGatherHooks:
         parts |= {name: part.reshape(-1) for name, part in parts.items() if name not in along}
         # which shard a row comes from, and so which scale it has, is told by the number of rows a shard
         whole = self._build_gathered(parts, param_dtype, Sharding(shards=ShardRows(rows)))
-        return whole, tuple(own.values())
+        return whole, (*own.values(), *self._kept_beside(whole))
 
 
 # cached, since FSDP asks for the signature before every gather

@@ -164,7 +164,11 @@ class Float8(Format):
         """The same elements with scales of 1; the scales are factors of the rows, which become columns."""
         payload = parts["payload"].t()  # [K, N]
         ones = torch.ones((payload.shape[0], 1), dtype=torch.float32, device=payload.device)
-        return {"payload": payload, "scale": ones}, parts["scale"].reshape(1, -1)
+        return {"payload": payload, "scale": ones}, self.column_factors(parts, recipe)
+
+    def column_factors(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> Tensor:
+        """The scales."""
+        return parts["scale"].reshape(1, -1)
 
 
 def grid_of(amax: Tensor, element: str, *, power_of_two: bool) -> tuple[Tensor, Tensor]:

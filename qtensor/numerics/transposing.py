@@ -28,9 +28,11 @@ Parts = dict[str, Tensor]
 
 
 def turned(x: Tensor, multiple: int = 1) -> Tensor:
-    """Return [columns, rows] of a matrix of any dtype, contiguous, with zeros behind each row up to a multiple."""
+    """Return [columns, rows] of a matrix of any dtype, a copy, with zeros behind each row up to a multiple."""
     if _as_defined(x) or not (kernel := _transpose_kernel()).runs_by_hand(x):
-        return padded(x.t(), multiple)
+        made = padded(x.t(), multiple)
+        # that of a single row or column is the tensor itself
+        return made if is_tracing() or min(x.shape) > 1 else made.clone()
     return kernel(resolve(x).contiguous(), _padded(x.shape[0], multiple))  # type: ignore[no-any-return]
 
 

@@ -151,7 +151,9 @@ def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return cropped
     # this removes only padding: every shard keeps its tensor-wide value, and the result is still the whole weight
     parts = cropped.parts() | ({wide: getattr(q, wide)} if wide else {})
-    return q._like(parts, lens=q._lens, sharding=q._sharding)
+    gathered = q._like(parts, lens=q._lens, sharding=q._sharding)
+    gathered._turned = q._turned
+    return gathered
 
 
 @dataclasses.dataclass(frozen=True)

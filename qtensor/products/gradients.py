@@ -138,11 +138,16 @@ class _Turned(NamedTuple):
 def _other_operand(weight: "QuantizedTensor", kinds: Kinds) -> "_Turned | _TurnedLate":
     parts, lens = parts_per_row(weight), weight._lens
     seen = SeenWeight((weight.shape[0], weight.shape[1]), lens.described is not None, lens.transposed)
-    if not _in_a_graph():
+    kept = None if is_tracing() or seen.view else weight._turned
+    if not _in_a_graph() and kept is None:
         return _Turned(*turn_weight(parts, kinds, seen))
-    exact = None if seen.view else format_of(kinds.weight).turned(parts, kinds.weight)
+    factors = None if seen.view else format_of(kinds.weight).column_factors(parts, kinds.weight)
+    if kept is not None:
+        return _Turned(
+            kept.keep([weight, *weight.parts().values()], lambda: turn_weight(parts, kinds, seen)[0]), factors
+        )
     held = [parts[spec.name] for spec in specs_of(weight.recipe) if spec.gathered]
-    return _TurnedLate(held, _text(weight.recipe), seen, None if exact is None else exact[1])
+    return _TurnedLate(held, _text(weight.recipe), seen, factors)
 
 
 @functools.cache
@@ -151,7 +156,7 @@ def kinds_of(recipe: Recipe) -> Kinds:
     return Kinds(recipe.of_gradients, recipe.of_backward, recipe.stored)
 
 
-def turn_weight(parts: Parts, kinds: Kinds, seen: SeenWeight) -> tuple[Parts, Tensor | None]:
+def turn_weight(parts: Parts, kinds: Kinds, seen: SeenWeight) -> tuple[dict[str, Tensor], Tensor | None]:
     """Return the weight's operand in dx: parts of w.T [K, N] under `kinds.other`, and factors of grad's columns.
 
     Factors are fp32 [1, N] or [1, 1]; None if there are none. A view of another shape is quantized anew from its
@@ -267,10 +272,7 @@ def _turned_weight(after: Tensor, held: list[Tensor], recipe: str, shape: list[i
     """
     told = _kinds(recipe)
     made = _turn_held(held, told, shape, seen)
-    # an operation may not hand out what it was given, as a transpose of a single row does
-    given = {one.untyped_storage().data_ptr() for one in held}
-    parts = [made[spec.name] for spec in specs_of(told.other)]
-    return [part.clone() if part.untyped_storage().data_ptr() in given else part for part in parts]
+    return [made[spec.name] for spec in specs_of(told.other)]
 
 
 @_turned_weight.register_fake

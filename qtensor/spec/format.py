@@ -174,6 +174,10 @@ class Format(abc.ABC):
         """
         raise self._cannot("asked", "scales that can be judged")
 
+    def column_factors(self, parts: Mapping[str, Tensor], recipe: Any) -> Tensor | None:
+        """The factors that `turned` returns, alone."""
+        return None
+
     def without_factors(self, parts: Mapping[str, Tensor], recipe: Any) -> tuple[Mapping[str, Tensor], Tensor | None]:
         """(parts of the values without the scales of rows or of the tensor; these, as fp32 factors of rows, or None).
 

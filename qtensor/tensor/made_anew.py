@@ -23,7 +23,7 @@ from qtensor.spec.registry import describe
 
 # What a parameter consists of beside its parts; the value brings its own.
 CONTENTS = frozenset(
-    {"recipe", "_lens", "_sharding", "_preserved", "_partners", "_note", "_sign", "_fsdp_shard_rows"}
+    {"recipe", "_lens", "_sharding", "_preserved", "_partners", "_note", "_turned", "_sign", "_fsdp_shard_rows"}
     | {"dense", "agreement", "padded_rows", "requires_grad", "payload", "scale", "global_scale", "amax_history"}
 )
 

@@ -29,6 +29,7 @@ from fsdp_hooks.all_gather import AT_REST, AllGatherHooks, Sharding
 from fsdp_hooks.lazy_bits import call_resolved
 from fsdp_hooks.ranks.scale_partners import Partners
 from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
+from fsdp_hooks.until_reshard import UntilReshard
 from qtensor.numerics import kernels
 from qtensor.numerics.graph_key import THIS_CODE, Keyed, KeyTag
 from qtensor.spec.lens import OWN, Lens
@@ -80,6 +81,7 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
     _preserved: Preserved
     _partners: Partners | None = None  # the weights with which it shares its tensor-wide scale, see shared_scales.py
     _note: MoveNote | None = None
+    _turned: UntilReshard | None = None  # of a gathered weight: its operand in the products of backward
     _init_value = property(initial_value, preserve)  # torch looks up the names from `__tensor_flatten__` here
 
     def __new__(  # noqa: PLR0913 - everything an instance consists of; internal
@@ -169,6 +171,12 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
     def _build_gathered(self, parts: Mapping[str, Tensor], dtype: torch.dtype, sharding: Sharding) -> Tensor:
         return self._like(parts, dtype=dtype, sharding=sharding)
 
+    def _kept_beside(self, gathered: Any) -> tuple[Tensor, ...]:
+        if self.recipe.gradients is None:
+            return ()
+        gathered._turned = UntilReshard(len(specs_of(self.recipe.of_backward)), gathered.device)
+        return gathered._turned.held  # type: ignore[no-any-return]
+
     # -- what the packages build from one ------------------------------------------------------------------------------
 
     def _like(
@@ -194,6 +202,8 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         )
         if self._partners is not None:
             made._partners = self._partners
+        if self._turned is not None:
+            made._turned = self._turned
         return made
 
     # -- torch protocols -----------------------------------------------------------------------------------------------
