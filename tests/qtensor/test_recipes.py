@@ -138,6 +138,55 @@ def test_gradients_are_part_of_the_value(recipe: Any) -> None:
     assert eval(repr(other), vars(qtensor)) == other
 
 
+FAST = [
+    Float8CurrentScaling(activations="dynamic", accumulation="fast"),
+    Float8CurrentScaling(granularity="tensor", activations="dynamic", gradients="e5m2", accumulation="fast"),
+    Float8DelayedScaling(activations="dynamic", accumulation="fast"),
+]
+
+
+@pytest.mark.parametrize("recipe", FAST, ids=repr)
+def test_accumulation_is_part_of_the_value_and_of_no_bytes(recipe: Any, tmp_path: Path) -> None:
+    plain = dataclasses.replace(recipe, accumulation=None)
+    assert len({recipe, plain}) == len({repr(recipe), repr(plain)}) == 2
+    assert repr(recipe) == repr(plain)[:-1] + ", accumulation='fast')"
+    assert pickle.loads(pickle.dumps(recipe)) == eval(repr(recipe), vars(qtensor)) == recipe
+    assert recipe.to_json() == plain.to_json()
+    assert "accumulation" not in recipe.to_json()
+    assert recipe.stored == plain.stored
+    assert recipe.of_backward.accumulation is None
+    save({"w": nn.Parameter(quantize(weight(), recipe))}, tmp_path)
+    assert "accumulation" not in str(read_manifest(tmp_path).to_json())
+    loaded = nn.Parameter(quantize(weight(seed=1), plain))
+    load({"w": loaded}, tmp_path)
+    assert loaded.recipe == plain
+
+
+def test_accumulation_is_none_or_fast_and_needs_quantized_inputs() -> None:
+    for kind, known in (
+        (Float8CurrentScaling, "None, 'fast'"),
+        (MXFP8BlockScaling, "None"),
+        (NVFP4BlockScaling, "None"),
+    ):
+        with pytest.raises(ValueError, match="accumulation") as caught:
+            kind(activations="dynamic", accumulation="slow")
+        assert str(caught.value) == f"{kind.__name__}: accumulation='slow' is not one of {known}"
+    with pytest.raises(ValueError, match="needs activations") as caught:
+        Float8CurrentScaling(accumulation="fast")
+    assert str(caught.value) == (
+        "Float8CurrentScaling: accumulation='fast' needs activations=\"dynamic\", since a dense product is torch's own"
+    )
+
+
+def test_a_recipe_pickled_before_accumulation_existed_adds_up_in_fp32() -> None:
+    old = object.__new__(Float8CurrentScaling)
+    values = {name: value for name, value in vars(FAST[0]).items() if name != "accumulation"}
+    old.__dict__.update(values)
+    again = pickle.loads(pickle.dumps(old))
+    assert again == dataclasses.replace(FAST[0], accumulation=None)
+    assert again.accumulation is None
+
+
 def test_a_recipe_is_written_as_it_is_built() -> None:
     assert repr(NVFP4BlockScaling()) == "NVFP4BlockScaling(blocks='row')"
     assert repr(NVFP4BlockScaling(activations="dynamic")) == "NVFP4BlockScaling(blocks='row', activations='dynamic')"
