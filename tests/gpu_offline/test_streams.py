@@ -16,7 +16,7 @@ from fsdp_hooks import unsharded
 from tests.gpu_offline.ordering import Entry, HostWaited, Recorded, Waited, copies_to_host, faults_of, waits_of_host
 from tests.gpu_offline.recipes import RECIPES
 from tests.gpu_offline.recording import Stream, recorded
-from tests.gpu_offline.training import STEPS, Run, answers, mesh_without_peers, parts_of, sharded, train
+from tests.gpu_offline.training import STEPS, TOKENS, WIDTH, Run, answers, mesh_without_peers, parts_of, sharded, train
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -229,3 +229,38 @@ def test_masters_of_preserved_initial_values_are_followed_with_one_wait(mesh: De
         begin = len(log)
         optimizer.step()
     assert waits_of_host(log[begin:]) == [FOLLOWS, MOVES]
+
+
+# -- products of quantized inputs --------------------------------------------------------------------------------------
+
+LOW_PRECISION = {
+    "float8_row": qt.Float8CurrentScaling(activations="dynamic", gradients="e5m2"),
+    "float8_tensor": qt.Float8CurrentScaling(granularity="tensor", activations="dynamic", gradients="e5m2"),
+    "mxfp8_row": qt.MXFP8BlockScaling(activations="dynamic", gradients="e4m3"),
+}
+
+
+@pytest.mark.parametrize("name", LOW_PRECISION)
+def test_a_weight_turned_for_backward_is_ordered_and_costs_no_wait(mesh: DeviceMesh, name: str) -> None:
+    """FSDP frees it with the gathered bytes, on the stream of its products."""
+    run = train(mesh, LOW_PRECISION[name], "quantized", reshard=True)
+    assert faults_of(run.log) == []
+    for number in range(STEPS):
+        for phase in ("forward", "backward"):
+            assert waits_of_host(run.of(f"{phase} {number}")) == []
+
+
+@pytest.mark.parametrize("name", LOW_PRECISION)
+def test_a_weight_turned_for_backward_is_freed_as_fsdp_reshards(mesh: DeviceMesh, name: str) -> None:
+    tokens = TOKENS, WIDTH
+    with FakeTensorMode(), recorded(answers):
+        model = sharded(mesh, LOW_PRECISION[name], "quantized", reshard=True)
+        whole: list[Any] = []
+        for each in model:
+            each[1].register_forward_pre_hook(lambda linear, args: whole.append(linear.weight))
+        for _ in range(2):
+            model(torch.empty(tokens, device="cuda", dtype=torch.bfloat16)).float().square().mean().backward()
+        kept = [held for weight in whole for held in weight._turned.held]
+        made = [part for weight in whole for part in weight._turned._made.values()]
+        assert len(made) == len(kept) == 2 * len(whole)
+        assert {each.untyped_storage().nbytes() for each in (*kept, *made)} == {0}
