@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp_hooks.kernels.compiled import use_kernels
 from qtensor import MXFP8BlockScaling, QuantizedTensor, quantize
 from qtensor.formats import mxfp8
+from qtensor.products import dynamic as products
 from qtensor.products import gradients, in_bf16
 from qtensor.products.dynamic import product, quantize_rows, scaled_mm_support
 from qtensor.products.gradients import kinds_of, turn_weight
@@ -596,6 +597,30 @@ def test_the_hardware_is_asked_about_what_is_padded(recipe: Any, monkeypatch: py
     padded = 32 if isinstance(recipe, MXFP8BlockScaling) else 16
     rest = (torch.device("cpu"), kinds_of(recipe).other, torch.bfloat16, 96)
     assert asked == [(*rest, 160), (*rest, padded)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", ["float8_row", "float8_tensor", "float8_delayed"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_graph_asks_the_hardware_for_what_eager_code_asks(
+    name: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch's own scaled_mm for the CPU, whose sums are the same for the same operands."""
+    if RELEASE < (2, 12):
+        pytest.skip("torch 2.11 has no scaled_mm for Float8 on the CPU")
+    for module in (gradients, products):
+        monkeypatch.setattr(module, "scaled_mm_support", lambda *args: (True, ""))
+        monkeypatch.setattr(module, "emulate", None)
+    module = nn.Linear(96, 64, bias=False)
+    module.weight = parameter(MAIN[name])
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for tokens in (64, 80, 33):
+        dy, dx, dw = run(inputs(tokens, 96), parameter(MAIN[name]))
+        x, module.weight.grad = inputs(tokens, 96), None
+        compiled(x).backward(dy)
+        assert same_bytes(x.grad, dx)
+        assert same_bytes(module.weight.grad, dw)
 
 
 @pytest.mark.gpu
