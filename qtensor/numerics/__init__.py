@@ -1,7 +1,7 @@
 """Values to parts and back, at speed, and what can be said of them exactly.
 
 kernels.py         encode and decode: the one door, whatever runs behind it
-transposing.py     matrices the other way round, and both ways at once
+transposing.py     matrices the other way round, and both ways at once; triton_transposes.py: its kernels for GPUs
 triton_kernels/    kernels written by hand for GPUs, with the same bytes
 tiles.py           tensors as kernels take them; ragged.py: rows that end within a block
 exact.py           from recipe to recipe, exactly where the values allow it; fineness.py: whether they do

@@ -6,11 +6,13 @@
 
 What is written may have longer rows than asked for: they are filled up with zeros to a multiple, which a contraction
 ignores. The definition is torch's transpose and the encode of kernels.py; a GPU, whose elementwise copies reach a tenth
-of its memory's speed there, has kernels written by hand (triton_kernels/transposes.py) with the same bytes. They read
+of its memory's speed there, has kernels written by hand (triton_transposes.py) with the same bytes. They read
 the values once for all amaxes and once for all codes.
 """
 
 import functools
+import importlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +100,10 @@ def _transpose_kernel() -> Kernel:
         raw = x.view(torch.uint8) if x.itemsize == 1 else x
         return F.pad(raw, (0, 0, 0, width - x.shape[0])).t().contiguous().view(x.dtype)
 
-    return Kernel(transpose, "transpose", triton_kernels.transpose if triton_kernels.available() else None)
+    def by_hand(x: Tensor, width: int) -> Tensor:
+        return _module().transpose(x, width)  # type: ignore[no-any-return]
+
+    return Kernel(transpose, "transpose", by_hand if triton_kernels.available() else None)
 
 
 @functools.cache
@@ -110,7 +115,7 @@ def _columns_kernel(recipe: Recipe, dtype: torch.dtype, multiple: int) -> Kernel
 
     def by_hand(x: Tensor) -> Parts:
         assert hand is not None
-        return hand.encode_columns(x, _padded(x.shape[0], multiple))
+        return _module().encode_columns(x, _padded(x.shape[0], multiple), **hand.options)  # type: ignore[no-any-return]
 
     return Kernel(encode_columns, "encode_columns", None if hand is None else by_hand)
 
@@ -124,8 +129,8 @@ def _both_kernel(recipe: Recipe, dtype: torch.dtype, multiple: int) -> Kernel:
 
     def by_hand(x: Tensor, factors: Tensor | None) -> tuple[Parts, Parts]:
         assert hand is not None
-        rows, columns = x.shape
-        return hand.encode_both(x, factors, (_padded(columns, multiple), _padded(rows, multiple)))
+        widths = _padded(x.shape[1], multiple), _padded(x.shape[0], multiple)
+        return _module().encode_both(x, factors, widths, **hand.options)  # type: ignore[no-any-return]
 
     return Kernel(encode_both, "encode_both", None if hand is None else by_hand)
 
@@ -135,3 +140,8 @@ def _by_hand(recipe: Recipe, dtype: torch.dtype) -> triton_kernels.ByHand | None
         return None
     hand: triton_kernels.ByHand | None = format_of(recipe).by_hand(recipe)
     return hand if hand is not None and hand.turns else None
+
+
+def _module() -> Any:
+    # which imports Triton: nothing but a first call on a GPU does
+    return importlib.import_module("qtensor.numerics.triton_transposes")

@@ -26,10 +26,10 @@ def functions() -> dict[str, Any]:
     from triton.runtime.jit import JITFunction
 
     found: dict[str, Any] = {}
-    for module in pkgutil.iter_modules(
-        qtensor.numerics.triton_kernels.__path__, f"{qtensor.numerics.triton_kernels.__name__}."
-    ):
-        for value in vars(importlib.import_module(module.name)).values():
+    folder = qtensor.numerics.triton_kernels
+    names = [module.name for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}.")]
+    for name in (*names, "qtensor.numerics.triton_transposes"):
+        for value in vars(importlib.import_module(name)).values():
             if isinstance(value, JITFunction):
                 found[f"{value.__module__}.{value.__name__}"] = value
     return found

@@ -45,13 +45,15 @@ def launches(name: str, *, of_x: bool = True, of_weight: bool = True) -> tuple[s
 def test_each_operand_is_made_by_kernels_that_read_it_as_it_lies(name: str) -> None:
     """No elementwise transpose, and no fp32 copy of a gradient: the amaxes in one pass, the codes in another."""
     forward = ("float8._encode", *(("clone",) if name == "tensor" else ()), PRODUCT)  # the scale of w, once a column
-    amaxes_and_codes = ("zeros", "transposes._both_amax", "transposes._encode_both")
-    of_input = ("ones", "transposes._transpose", *amaxes_and_codes, PRODUCT)
-    of_weight = ("zeros", "transposes._column_amax", "transposes._encode_columns", PRODUCT)
+    amaxes_and_codes = ("zeros", "triton_transposes._both_amax", "triton_transposes._encode_both")
+    of_input = ("ones", "triton_transposes._transpose", *amaxes_and_codes, PRODUCT)
+    of_weight = ("zeros", "triton_transposes._column_amax", "triton_transposes._encode_columns", PRODUCT)
     assert launches(name) == forward + of_input + of_weight
 
 
 def test_what_is_frozen_costs_nothing() -> None:
     assert launches("row", of_x=False).count(PRODUCT) == launches("row", of_weight=False).count(PRODUCT) == 2
-    assert "transposes._transpose" not in launches("row", of_x=False)
-    assert [each for each in launches("row", of_weight=False) if "transposes" in each] == ["transposes._transpose"]
+    assert "triton_transposes._transpose" not in launches("row", of_x=False)
+    assert [each for each in launches("row", of_weight=False) if "transposes" in each] == [
+        "triton_transposes._transpose"
+    ]

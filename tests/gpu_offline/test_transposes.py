@@ -113,11 +113,15 @@ def launches(name: str) -> tuple[Any, ...]:
 def test_a_pass_finds_all_amaxes_and_another_writes_all_codes() -> None:
     assert [each.name for each in launches("columns")] == [
         "zeros",
-        "transposes._column_amax",
-        "transposes._encode_columns",
+        "triton_transposes._column_amax",
+        "triton_transposes._encode_columns",
     ]
-    assert [each.name for each in launches("both")] == ["zeros", "transposes._both_amax", "transposes._encode_both"]
-    assert [each.name for each in launches("turned")][-1] == "transposes._transpose"
+    assert [each.name for each in launches("both")] == [
+        "zeros",
+        "triton_transposes._both_amax",
+        "triton_transposes._encode_both",
+    ]
+    assert [each.name for each in launches("turned")][-1] == "triton_transposes._transpose"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,7 @@ def test_bytes_pass_once_and_instructions_do_not_stand_in_their_way(
     name: str, kernel: str, needed: int, share: float
 ) -> None:
     """Of a copy's speed, by the model of docs/speed.md; both makes two codes of each value."""
-    (launch,) = [each for each in launches(name) if each.name == f"transposes.{kernel}"]
+    (launch,) = [each for each in launches(name) if each.name == f"triton_transposes.{kernel}"]
     elements = SIDE * SIDE
     assert launch.moved <= (needed + 0.01) * elements
     program = launch.assembled(90)
@@ -160,8 +164,8 @@ def test_both_sides_are_read_and_written_in_wide_words(name: str) -> None:
 
 
 def test_matrices_that_32_bits_do_not_count_are_refused() -> None:
-    from qtensor.numerics.triton_kernels import transposes
+    from qtensor.numerics import triton_transposes
 
-    assert transposes._programs(2**24, 128) == 2**18
+    assert triton_transposes._programs(2**24, 128) == 2**18
     with pytest.raises(OverflowError, match=r"^16777217 x 128 elements, more than kernels written by hand count"):
-        transposes._programs(2**24 + 1, 128)
+        triton_transposes._programs(2**24 + 1, 128)

@@ -24,8 +24,8 @@ Passes. One, but for two if a tensor-wide scale needs an amax that is not known:
 Codes of one pass cannot wait for the largest value of all. Float8 rows of more than 2^15 elements take two as well.
 
 Files. One for each format: float8, float8_blocks, int4, mxfp4, mxfp8, nvfp4. One for each kind of element or scale:
-fp8, e2m1, e8m0. What they share: launching, pairs (blocks, two codes at a time), reductions. What is written the other
-way round, bytes and Float8: transposes.
+fp8, e2m1, e8m0. What they share: launching, pairs (blocks, two codes at a time), reductions. Matrices the other way
+round are written by ../triton_transposes.py.
 
 How bytes stay the same. No operation is contracted unless the code says `fma`, denormals are kept, divisions round
 once, signs are bits, and fp8 numbers are made of integers, so that GPUs without the type have the kernels, too.
@@ -56,11 +56,6 @@ def amax(x: Tensor) -> Tensor:
     return _module("reductions").amax(x)  # type: ignore[no-any-return]
 
 
-def transpose(x: Tensor, width: int) -> Tensor:
-    """Return [columns, width]: numbers of any kind [rows, columns] the other way round, with zeros behind the rows."""
-    return _module("transposes").transpose(x, width)  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True)
 class ByHand:
     """The kernels of a recipe.
@@ -68,7 +63,7 @@ class ByHand:
     Attributes:
         module: the one in this folder, with functions `encode` and `decode`. Imported by the first call.
         options: what the recipe says, for both.
-        turns: whether `encode_columns` and `encode_both` are there for it, in transposes.py.
+        turns: whether ../triton_transposes.py takes the options, too.
     """
 
     module: str
@@ -85,16 +80,6 @@ class ByHand:
     def decode(self, payload: Tensor, *others: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the values [rows, K] of parts, ordered as their specs; the payload is [rows, blocks, bytes of one]."""
         return _module(self.module).decode(payload, *others, dtype=dtype, **self.options)  # type: ignore[no-any-return]
-
-    def encode_columns(self, x: Tensor, width: int) -> dict[str, Tensor]:
-        """Return the parts [columns, width] of the columns of values [rows, columns], each by itself."""
-        return _module("transposes").encode_columns(x, width, **self.options)  # type: ignore[no-any-return]
-
-    def encode_both(
-        self, x: Tensor, factors: Tensor | None, widths: tuple[int, int]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return those of the rows of x * factors, and those of the columns of x."""
-        return _module("transposes").encode_both(x, factors, widths, **self.options)  # type: ignore[no-any-return]
 
 
 def _module(name: str) -> Any:
