@@ -22,6 +22,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import kernels
 from qtensor.products.emulation import without_autocast
 from qtensor.spec.recipes import Recipe
@@ -34,7 +35,7 @@ DTYPES = (torch.bfloat16, torch.float16)  # of inputs whose quantized values bf1
 
 def holds(device: torch.device, recipe: Recipe, dtype: torch.dtype) -> bool:
     """Return whether products of operands of a recipe, quantized from `dtype`, are taken in bf16 on a device."""
-    return device.type in KINDS and dtype in DTYPES and format_of(recipe).exact_in_bf16
+    return device.type in KINDS and torch.version.hip is None and dtype in DTYPES and format_of(recipe).exact_in_bf16
 
 
 def multiply(a: Parts, of_a: Recipe, b: Parts, of_b: Recipe, dtype: torch.dtype) -> Tensor:
@@ -57,6 +58,8 @@ def _values(parts: Parts, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
 
 def _sums(x: Tensor, w: Tensor) -> Tensor:
     """Return x @ w.T of bf16 operands in fp32."""
+    if not is_tracing() and 0 in (*x.shape, w.shape[0]):
+        return x.new_zeros((x.shape[0], w.shape[0]), dtype=torch.float32)
     if x.device.type == "cuda":
         return torch.mm(x, w.t(), out_dtype=torch.float32)  # type: ignore[call-overload,no-any-return]
     return x.float() @ w.float().t()

@@ -22,6 +22,7 @@ RECIPES = {
     "row": qt.Float8CurrentScaling(activations="dynamic", gradients="e5m2"),
     "tensor": qt.Float8CurrentScaling(granularity="tensor", activations="dynamic", gradients="e5m2"),
     "mxfp8": qt.MXFP8BlockScaling(activations="dynamic", gradients="e4m3"),
+    "nvfp4": qt.NVFP4BlockScaling(activations="dynamic"),
     "fast": qt.Float8CurrentScaling(activations="dynamic", gradients="e5m2", accumulation="fast"),
 }
 float8 = pytest.mark.parametrize("name", ["row", "tensor"])
@@ -131,3 +132,12 @@ def test_mxfp8_is_multiplied_in_bf16_where_the_card_has_no_product_for_it() -> N
     assert calls(backward, "extern_kernels.mm(") == calls(backward, "= torch.ops.qtensor.multiply_turned") == 2
     assert "_scaled_mm(" not in body(forward) + body(backward)
     assert not re.search(r"empty_strided_cuda\(\(\d{3,}, \d{3,}\), \(\d+, \d+\), torch.float32\)", forward)
+
+
+def test_global_scales_of_nvfp4_are_factors_of_fp32_sums_of_bf16_products() -> None:
+    forward, _ = code("nvfp4")
+    products = re.findall(r"extern_kernels\.(\w+)\((buf\d+), ", body(forward))
+    assert [name for name, _ in products] == ["mm_dtype", "mm_dtype"]
+    for _, operand in products:
+        assert re.search(rf"{operand} = empty_strided_cuda\(.*, torch.bfloat16\)", forward)
+    assert calls(forward, "out_dtype=torch.float32") == 2
