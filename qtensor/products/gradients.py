@@ -143,9 +143,8 @@ def _other_operand(weight: "QuantizedTensor", kinds: Kinds) -> "_Turned | _Turne
         return _Turned(*turn_weight(parts, kinds, seen))
     factors = None if seen.view else format_of(kinds.weight).column_factors(parts, kinds.weight)
     if kept is not None:
-        return _Turned(
-            kept.keep([weight, *weight.parts().values()], lambda: turn_weight(parts, kinds, seen)[0]), factors
-        )
+        of = [weight, *weight.parts().values()]
+        return _Turned(kept.keep(of, lambda: turn_weight(parts, kinds, seen)[0]), factors)
     held = [parts[spec.name] for spec in specs_of(weight.recipe) if spec.gathered]
     return _TurnedLate(held, _text(weight.recipe), seen, factors)
 
@@ -195,8 +194,10 @@ def _multiply(a: Parts, b: Parts, kinds: Kinds, like: Tensor) -> Tensor:
 
 def _support(shape: Sequence[int], kinds: Kinds, like: Tensor) -> tuple[bool, str]:
     """Return what `scaled_mm_support` says of an operand [L, C]."""
-    # what is summed along has been padded, and its length may be no number in a graph
-    columns = contraction_multiple(kinds.other) if is_tracing() else shape[1]
+    columns = shape[1]
+    # it has been padded, and is no number in a graph for any number of tokens
+    if is_tracing() and columns != 0:
+        columns = contraction_multiple(kinds.other)
     return scaled_mm_support(like.device, kinds.other, like.dtype, shape[0], columns)
 
 
@@ -257,9 +258,9 @@ def _kinds(text: str) -> Kinds:
 def _turn_held(held: list[Tensor], kinds: Kinds, shape: list[int], seen: list[bool]) -> Parts:
     names = [spec.name for spec in specs_of(kinds.weight) if spec.gathered]
     view, transposed = seen
-    return turn_weight(dict(zip(names, held, strict=True)), kinds, SeenWeight((shape[0], shape[1]), view, transposed))[
-        0
-    ]
+    parts = dict(zip(names, held, strict=True))
+    made, _ = turn_weight(parts, kinds, SeenWeight((shape[0], shape[1]), view, transposed))
+    return made
 
 
 @torch.library.custom_op("qtensor::turned_weight", mutates_args=())

@@ -9,8 +9,9 @@ the specs of the format:
     q[a:b].parts()   == the same rows of q.parts(), aliased
     d.dtype == q.dtype == what autograd and FSDP see     q.recipe says everything else
 
-A gathered weight differs in one point: its tensor-wide parts are vectors with one value a shard (see
-fsdp_hooks.all_gather).
+A gathered weight differs in two points: its tensor-wide parts are vectors with one value a shard (see
+fsdp_hooks.all_gather), and under a recipe with `gradients` its operand of backward is kept until FSDP reshards (see
+fsdp_hooks.until_reshard).
 
 The public methods here are for users; the library itself uses the functions of contents.py.
 

@@ -601,6 +601,19 @@ def test_the_hardware_is_asked_about_what_is_padded(recipe: Any, monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
+def test_a_graph_of_no_tokens_asks_the_hardware_for_nothing_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(gradients, "scaled_mm_support", lambda *args: (asked.append(args[3:]), (False, ""))[1])
+    module = nn.Linear(96, 64, bias=False)
+    module.weight = parameter(MAIN["float8_row"])
+    x = inputs(0, 96)
+    torch.compile(module, fullgraph=True, backend="aot_eager")(x).sum().backward()
+    assert (96, 0) in asked
+    assert module.weight.grad.count_nonzero() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", ["float8_row", "float8_tensor", "float8_delayed"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_graph_asks_the_hardware_for_what_eager_code_asks(
