@@ -87,7 +87,7 @@ def _programs(rows: int, columns: int) -> int:
     """
     if max(ROWS * columns, COLUMNS * rows) > MOST_IN_A_TILE:
         raise OverflowError(f"{rows} x {columns} elements, more than kernels written by hand count in a tile")
-    return triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
+    return -(-rows // ROWS) * -(-columns // COLUMNS)
 
 
 @triton.jit

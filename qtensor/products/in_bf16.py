@@ -61,5 +61,5 @@ def _sums(x: Tensor, w: Tensor) -> Tensor:
     if not is_tracing() and 0 in (*x.shape, w.shape[0]):
         return x.new_zeros((x.shape[0], w.shape[0]), dtype=torch.float32)
     if x.device.type == "cuda":
-        return torch.mm(x, w.t(), out_dtype=torch.float32)  # type: ignore[call-overload,no-any-return]
+        return torch.mm(x, w.t(), out_dtype=torch.float32)
     return x.float() @ w.float().t()
