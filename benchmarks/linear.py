@@ -5,22 +5,19 @@ costs bf16's three products and two dequantizations. "dequantized twice" is time
 if nothing else costs anything. At 2048 tokens the products should hide it; at 64 they cannot, so that is only for
 information, and so is "once": the layer under `decode_once`.
 
-On a CUDA device, Float8 with activations="dynamic" multiplies in Float8. That is the forward product alone: both
-backward products stay in bf16. So the target is for the forward, and forward + backward is only for information.
+What it costs on a GPU, and products of quantized activations there: benchmarks/gpu/linear.py.
 """
 
 import dataclasses
 import statistics
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.device_time import times_on
-from benchmarks.report import at_least, at_most, with_spread
+from benchmarks.report import at_most, with_spread
 from benchmarks.timing import THREADS, Contender, interleaved, ratio, two_threads
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, decode_once, quantized_model_init
 from qtensor.spec.recipes import Recipe
@@ -35,8 +32,6 @@ DENSE = "bf16"
 ROUNDS = {2048: 4, 64: 7}  # tokens -> rounds
 AIMED_AT = 2048
 AT_MOST = 1.15
-CUDA_SIZE, CUDA_ROUNDS, CUDA_AT_LEAST = 8192, 15, 1.4
-NO_CUDA = "no CUDA device"
 
 
 def run() -> dict[str, Any]:
@@ -47,7 +42,6 @@ def run() -> dict[str, Any]:
         for tokens, rounds in ROUNDS.items():
             results["tokens"][str(tokens)] = _against_dense(layers, tokens, rounds)
             print(f"  {tokens} tokens done", flush=True)
-    results["cuda"] = _on_cuda() if torch.cuda.is_available() else NO_CUDA
     results["targets"] = _targets(results)
     return results
 
@@ -108,28 +102,6 @@ def _twice(call: Callable[[], object]) -> Callable[[], None]:
     return twice
 
 
-def _on_cuda() -> dict[str, Any]:
-    """bf16 over Float8 with dynamic activations, both in milliseconds of the device."""
-    size = CUDA_SIZE
-    recipe = Float8CurrentScaling(activations="dynamic")
-    layers = {DENSE: _layer(None, size, "cuda"), "float8": _layer(recipe, size, "cuda")}
-    x, grad = _input(size, size, "cuda").requires_grad_(), _input(size, size, "cuda")
-
-    def forward(layer: nn.Linear) -> None:
-        with torch.no_grad():
-            layer(x)
-
-    def both(layer: nn.Linear) -> None:
-        layer.weight.grad = x.grad = None
-        layer(x).backward(grad)
-
-    out: dict[str, Any] = {"device": torch.cuda.get_device_name(), "size": size}
-    for name, call in (("forward", forward), ("forward + backward", both)):
-        times = times_on("cuda", {side: partial(call, layer) for side, layer in layers.items()}, CUDA_ROUNDS)
-        out[name] = ratio(times[DENSE].device, times["float8"].device)
-    return out
-
-
 def _targets(results: dict[str, Any]) -> dict[str, Any]:
     targets = {}
     for name, figures in results["tokens"][str(AIMED_AT)].items():
@@ -139,14 +111,11 @@ def _targets(results: dict[str, Any]) -> dict[str, Any]:
             f"{figures['dequantized_twice']:.0%} of the dense layer"
         )
         targets[f"{name}, {AIMED_AT} tokens: time / bf16"] = at_most(over["ratio"], AT_MOST, why)
-    if results["cuda"] != NO_CUDA:
-        name = f"bf16 / Float8 with dynamic activations, forward at {CUDA_SIZE}^3 on CUDA"
-        targets[name] = at_least(results["cuda"]["forward"]["ratio"], CUDA_AT_LEAST)
     return targets
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A table of ratios by tokens; a line about CUDA."""
+    """A table of ratios by tokens."""
     width, counts = results["width"], list(results["tokens"])
     title = (
         f"Forward + backward of a {width}x{width} linear layer on {THREADS} CPU threads over bf16 nn.Linear, median "
@@ -165,13 +134,7 @@ def markdown(results: dict[str, Any]) -> str:
             for row in rows
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    cuda = results["cuda"]
-    if cuda == NO_CUDA:
-        return "\n".join([*lines, "", f"Scaled matmul on a GPU: {NO_CUDA}."])
-    told = ", ".join(f"{name} {with_spread(cuda[name])}" for name in ("forward", "forward + backward"))
-    return "\n".join(
-        [*lines, "", f"{cuda['device']}, {cuda['size']}^3, bf16 over Float8 with dynamic activations: {told}."]
-    )
+    return "\n".join(lines)
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-LIBRARIES = ("torch", "torchao", "nvidia-modelopt", "transformers", "safetensors", "numpy")
+LIBRARIES = ("torch", "triton", "torchao", "nvidia-modelopt", "transformers", "safetensors", "numpy")
 
 
 def machine_and_versions() -> dict[str, dict[str, object]]:
@@ -24,6 +24,8 @@ def machine_and_versions() -> dict[str, dict[str, object]]:
     }
     if torch.cuda.is_available():
         machine["cuda"] = torch.cuda.get_device_name()
+        driver = Path("/proc/driver/nvidia/version")
+        machine["driver"] = driver.read_text().splitlines()[0] if driver.exists() else "unknown"
     versions: dict[str, object] = {"python": platform.python_version()}
     return {"machine": machine, "versions": versions | {name: found for name in LIBRARIES if (found := _version(name))}}
 

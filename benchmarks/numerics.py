@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import numerics_cuda
 from benchmarks.report import at_least, at_most, with_spread
 from benchmarks.timing import THREADS, Contender, interleaved, ratio, two_threads
 from qtensor import (
@@ -87,7 +86,6 @@ def run() -> dict[str, Any]:
         "skipped": skipped,
         "over_one_copy": _over_one_copy(seconds),
         "torchao_over_ours": _torchao_over_ours(seconds),
-        "cuda": numerics_cuda.shares(RECIPES),
     }
     results["targets"] = _targets(results)
     return results
@@ -222,7 +220,7 @@ def _targets(results: dict[str, Any]) -> dict[str, Any]:
         over_limit = [f"{name} {value:.1f}" for name, value in rows.items() if value > AT_MOST_COPIES]
         why = f"above it: {', '.join(over_limit)}"
         targets[f"{operation} / one copy, slowest recipe"] = at_most(max(rows.values()), AT_MOST_COPIES, why)
-    return targets | numerics_cuda.targets(results["cuda"])
+    return targets
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -246,7 +244,7 @@ def markdown(results: dict[str, Any]) -> str:
         cells = [with_spread(results["torchao_over_ours"][way].get(name)) for way in ways]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [f"\n{name}: {why}." for name, why in results["skipped"].items()]
-    return "\n".join(lines) + "\n" + numerics_cuda.markdown(results["cuda"])
+    return "\n".join(lines)
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

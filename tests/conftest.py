@@ -6,6 +6,7 @@ listed once, in tests/_rank_worker.py, and hold in this process and in the ranks
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import getpass
 import os
@@ -23,7 +24,6 @@ os.environ.setdefault("QTENSOR_KERNELS", "eager")
 # Those compile in their own process: a pool of compilers is more processes that import torch than cores to run them.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-import hypothesis
 import pytest
 import torch
 
@@ -38,12 +38,21 @@ os.environ.setdefault(
     str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}", torch.backends.cpu.get_cpu_capability())),
 )
 
-# How long an example takes depends on what else the machine does, and says nothing about what is tested.
-hypothesis.settings.register_profile("qtensor", deadline=None)
-hypothesis.settings.load_profile("qtensor")
+# A machine that is lent for its GPU may have pytest and nothing beside it; tests marked gpu need no more.
+with contextlib.suppress(ImportError):
+    import hypothesis
+
+    # How long an example takes depends on what else the machine does, and says nothing about what is tested.
+    hypothesis.settings.register_profile("qtensor", deadline=None)
+    hypothesis.settings.load_profile("qtensor")
 
 REPO = Path(__file__).resolve().parent.parent
 GOLDEN = Path(os.environ.get("QTENSOR_GOLDEN", REPO.parent / "shared" / "golden"))
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.has_plugin("timeout"):  # pyproject's setting would be unknown, which is an error
+        parser.addini("timeout", "seconds that a test may take; pytest-timeout alone minds it")
 
 
 def pytest_configure(config: pytest.Config) -> None:

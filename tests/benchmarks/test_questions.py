@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from benchmarks import __main__ as suite
-from benchmarks import gpu, numerics_cuda
 from benchmarks.report import at_least, at_most, table_of_targets, with_spread
 from benchmarks.timing import two_threads
 
@@ -22,11 +21,11 @@ LONGEST = 25 * 60
 MISSED = "| slow | time / bf16 | 1.5 | at most 1.15 | **no** | all of it \\| in one op |"
 
 
-@pytest.mark.parametrize("name", suite.QUESTIONS | suite.ON_GPU)
+@pytest.mark.parametrize("name", suite.QUESTIONS)
 def test_every_question_has_its_shape(name: str) -> None:
     question = importlib.import_module(f"benchmarks.{name}")
     shape = {of: list(inspect.signature(getattr(question, of)).parameters) for of in ("run", "markdown", "draw")}
-    asked = (suite.QUESTIONS | suite.ON_GPU)[name]
+    asked = (suite.QUESTIONS)[name]
     assert shape["run"] == (["full"] if asked.full else [])
     assert [len(shape["markdown"]), len(shape["draw"])] == [1, 2]
     assert asked.budget > 0
@@ -108,6 +107,12 @@ def test_a_question_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         suite.main(["numerics", "weather"])
     assert "no question weather; there are numerics, linear" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        suite.main(["--gpu", "numerics"])
+    assert "no question numerics; there are gpu_tests, kernels" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        suite.main(["--gpu", "--full"])
+    assert "a GPU's questions have no longer version; leave out --full" in capsys.readouterr().err
 
 
 def test_a_longer_run_is_asked_for_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,51 +159,3 @@ def test_targets_say_which_way_is_better() -> None:
     assert rows[2:] == ["| q | a | 0.333 | at most 1 | yes |  |"]
     assert with_spread({"ratio": 1.0, "min": 0.5, "max": 2.25}) == "1.00 (0.50 - 2.25)"
     assert with_spread(None) == "-"
-
-
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
-
-
-def test_without_a_gpu_its_question_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert suite.main(["--gpu"]) == 2
-    assert capsys.readouterr().err == (
-        f"python -m benchmarks --gpu needs a GPU, and torch {torch.__version__} finds none; see `nvidia-smi` for the "
-        "driver, and install a torch that is built for CUDA\n"
-    )
-    with pytest.raises(SystemExit):
-        suite.main(["--gpu", "numerics"])
-
-
-@pytest.mark.parametrize("share", [0.9, 0.5])
-def test_a_floor_that_is_missed_on_a_gpu_fails_the_run(
-    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    question = answer(ratio={"ratio": share}, targets={"quantize": at_least(share, 0.8)})
-    monkeypatch.setitem(sys.modules, "benchmarks.gpu", question)
-    monkeypatch.setattr(suite, "RESULTS", tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA  H200 (SXM)")
-    monkeypatch.setattr(suite, "machine_and_versions", lambda: {"machine": {"cpu": "c"}, "versions": {"torch": "t"}})
-    assert suite.main(["--gpu"]) == int(share < 0.8)
-    assert capsys.readouterr().err == ("missed: quantize\n" if share < 0.8 else "")
-    assert {path.name[10:] for path in tmp_path.iterdir()} == {
-        "-nvidia-h200-sxm.json",
-        "-nvidia-h200-sxm.md",
-        "-nvidia-h200-sxm-gpu.png",
-    }
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_is_asked_of_a_gpu_has_an_answer_on_every_device(device: str) -> None:
-    weights = {"few large": (2, 64), "many small": (3, 32)}
-    over = gpu.figures(device, width=64, tokens=8, weights=weights, rounds=1)
-    assert [list(names) for names in over.values()] == [list(gpu.RECIPES)] * 4
-    assert len(gpu.targets(over)) == 4 * len(gpu.RECIPES)
-    shares = {"64": numerics_cuda.shares_at(64, gpu.RECIPES, device)}
-    assert len(numerics_cuda.targets(shares)) == 2 * len(gpu.RECIPES)
-    table = gpu.markdown({"device": "d", "kernels": shares, "over": over})
-    # two headers; behind the ratios, those of the host, which snapshots have none of
-    assert table.count("\n| ") == 2 + 2 * len(gpu.RECIPES) + 4 + 3

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.autograd import DeviceType
 
-from benchmarks.device_time import MOST_FILLS, WaitsItselfError, hosts_of, on_the_host, timed, times_on
+from benchmarks.gpu import device_time
+from benchmarks.gpu.device_time import (
+    MOST_FILLS,
+    Launches,
+    WaitsItselfError,
+    hosts_of,
+    launches_of,
+    on_the_host,
+    timed,
+    times_on,
+)
 
 LAUNCH = 5e-6  # seconds of the host to put anything into the queue
 FILL = 60e-6
@@ -100,6 +114,30 @@ def test_a_call_that_waits_for_the_device_itself_is_refused() -> None:
     assert MOST_FILLS * FILL > 1  # seconds: longer than any call here
 
 
+def test_of_a_call_that_waits_its_kernels_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Simulated()
+    monkeypatch.setattr(device_time, "Gpu", lambda: gpu)
+    monkeypatch.setattr(device_time, "busy", dict.fromkeys)
+    assert times_on("cuda", {"step": gpu.call(1e-3, 1e-3, waits=True)}, 6) == {"step": 2}
+    assert "step: the queue was empty when the call returned" in capsys.readouterr().out
+
+
+def test_launches_are_what_runs_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the operation that launches them, which may be told the time of its kernels."""
+
+    def event(kind: DeviceType, count: int, microseconds: float) -> SimpleNamespace:
+        return SimpleNamespace(device_type=kind, count=count, self_device_time_total=microseconds)
+
+    events = [event(DeviceType.CPU, 1, 7.0), event(DeviceType.CUDA, 2, 5.0), event(DeviceType.CUDA, 1, 3.0)]
+    events.append(event(DeviceType.CUDA, 4, 0.0))  # of the profiler itself
+    profile = SimpleNamespace(key_averages=lambda: events)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: contextlib.nullcontext(profile))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert launches_of(lambda: None, "cuda") == Launches(3, pytest.approx(8e-6))
+
+
 def test_the_queue_is_empty_before_the_host_is_timed() -> None:
     gpu = Simulated()
     gpu.fill()
@@ -112,7 +150,7 @@ def test_a_cpu_has_one_time() -> None:
     def call() -> None:
         calls[0] += 1
 
-    times = times_on("cpu", {"call": call}, 3, waits=True)
+    times = times_on("cpu", {"call": call}, 3)
     assert times["call"].device == times["call"].host
     assert (len(times["call"].device), calls[0]) == (3, 4)
     assert on_the_host({}, 3) == {}
