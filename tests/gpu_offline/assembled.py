@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.gpu_offline.emitted import TritonKernel
+from tests.gpu_offline.model import Units, units_of
 from tests.gpu_offline.pretended import CAPABILITY
 from tests.gpu_offline.written import WrittenKernel, specialized
 
@@ -27,6 +28,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ELEMENTS_A_THREAD = 8
 # Address: optional predicate, operation with its modifiers. Labels stand on lines of their own.
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_]*)((?:\.[A-Za-z0-9_]+)*)(.*)")
+SUBROUTINE = "\n$__internal"  # a label of ptxas's, behind the body: divisions by numbers that are tiny or huge
 LABEL = re.compile(r"(\.L_x_\d+):")
 FP64 = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX)\b|MUFU\.(RCP|RSQ)64H?|(F2F|F2I|I2F)\b.*F64")
 DIVISION64 = re.compile(r"\b(div|rem)\.[su]64\b")
@@ -54,6 +56,8 @@ class Program:
     divisions: int  # of 64-bit numbers
     fp64: int  # instructions
     flushes: int  # instructions that take denormal numbers for zero
+    units: Units  # that execute what is outside of loops and not in a subroutine for numbers that are seldom divided
+    looped_units: Units  # likewise, inside
 
 
 def config_of(kernel: TritonKernel) -> Any:
@@ -135,14 +139,18 @@ def program(ptx: str, cubin: bytes) -> Program:
     assert registers is not None, usage
     code = instructions(sass)
     inside = loops(sass)
+    body = len(instructions(sass.partition(SUBROUTINE)[0]))
+    outside = [op for number, op in enumerate(code[:body], start=1) if number not in inside]
     return Program(
         registers=int(registers[1]),
         spills=sum(op.startswith(("LDL", "STL")) for op in code),
-        straight=len(code) - inside,
-        looped=inside,
+        straight=len(code) - len(inside),
+        looped=len(inside),
         divisions=len(DIVISION64.findall(ptx)),
         fp64=sum(bool(FP64.match(op)) for op in code),
         flushes=ptx.count(".ftz"),
+        units=units_of(outside),
+        looped_units=units_of(code[number - 1] for number in inside),
     )
 
 
@@ -152,8 +160,8 @@ def instructions(sass: str) -> list[str]:
     return [each[1] + each[2] for each in found if each is not None and each[1] != "NOP"]
 
 
-def loops(sass: str) -> int:
-    """How many instructions are in loops: between a label and a branch back to it."""
+def loops(sass: str) -> set[int]:
+    """Which instructions, from 1 on, are in loops: between a label and a branch back to it."""
     labels: Mapping[str, int] = {}
     inside: set[int] = set()
     number = 0
@@ -165,8 +173,8 @@ def loops(sass: str) -> int:
             target = re.search(r"\.L_x_\d+", found[3]) if found[1] == "BRA" else None
             start = labels.get(target[0], number) if target else number
             if start < number - 1:  # a branch to itself ends every program, and is never reached
-                inside |= set(range(start, number))
-    return len(inside)
+                inside |= set(range(start + 1, number + 1))
+    return inside
 
 
 def _printed(tool: str, *args: str) -> str:

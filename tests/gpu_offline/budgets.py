@@ -1,13 +1,11 @@
 """Budgets of kernels for GPUs: what each recipe and direction may cost, in budgets.json.
 
-    .venv-gpu-offline/bin/python -m tests.gpu_offline.budgets           # the table of docs/speed.md, from budgets.json
+    .venv-gpu-offline/bin/python -m tests.gpu_offline.budgets           # writes docs/speed.md's tables, of budgets.json
     .venv-gpu-offline/bin/python -m tests.gpu_offline.budgets --write   # measures first, and makes what it finds budget
     .venv-gpu-offline/bin/python -m tests.gpu_offline.budgets --write nvfp4_row int4_32   # of these alone
 
-The table's last column is modelled, for an H200 (sm_90): a direction takes the time of its bytes or that of its
-instructions, whichever is longer, and a copy that of the bytes that are needed. Neither the start of a launch nor
-latency is in the model, nor which unit an instruction occupies, so it is no prediction, but says what stands in the
-way.
+A time is modelled, for an H200 (model.py), in picoseconds an element. "Of a copy's speed" is that of a copy of the
+bytes that are needed over it. The second table says how far the model was from what one H200 has timed.
 """
 
 from __future__ import annotations
@@ -17,16 +15,21 @@ import json
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tests.gpu_offline import model
 from tests.gpu_offline.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from tests.gpu_offline.measured import Call
 
 FILE = Path(__file__).with_name("budgets.json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "speed.md"
+ELEMENTS = 4096 * 4096  # of the weight that is measured
 CAPABILITIES = (80, 90, 100, 120)
-MODELLED = "90"
-BANDWIDTH = 4.3e12  # bytes a second that a copy reads and writes on an H200, of 4.8e12 that its memory has
-ISSUED = 132 * 4 * 32 * 1.98e9  # instructions of threads a second: SMs, schedulers, threads of a warp, clock
+MODELLED = str(model.CAPABILITY)
+TIME = "time"  # the key of what is modelled, where it is
+BEGIN, END = "<!-- made by `python -m tests.gpu_offline.budgets`: {} -->", "<!-- end -->"
 HEADER = "| recipe | direction | launches | bytes moved | needed | instructions | of a copy's speed |"
 
 Costs = dict[str, Any]  # of one direction: a number for each field of measured.Cost
@@ -44,17 +47,53 @@ def exceeded(cost: Costs, budget: Costs) -> list[str]:
 
 def share(cost: Costs) -> float:
     """Of a copy's speed, by the model."""
-    return (cost["needed"] / BANDWIDTH) / max(cost["moved"] / BANDWIDTH, cost["instructions"] / ISSUED)
+    return cost["needed"] / model.BANDWIDTH / (cost[TIME] * 1e-12)
+
+
+def cost_of(call: Call, capability: int) -> Costs:
+    """What a call costs on GPUs of a capability; with its time where that is modelled."""
+    cost = asdict(call.cost(capability))
+    return cost | ({TIME: round(call.seconds() / ELEMENTS * 1e12, 3)} if capability == model.CAPABILITY else {})
 
 
 def table() -> Iterator[str]:
-    """Lines of Markdown."""
+    """Lines of Markdown: what every recipe and direction costs."""
     yield HEADER
     yield "|---|---|---|---|---|---|---|"
     for recipe, directions in budgets()[MODELLED].items():
         for direction, cost in directions.items():
             numbers = [f"{cost['moved']:.2f}", f"{cost['needed']:.2f}", f"{cost['instructions']:.0f}"]
             yield f"| {recipe} | {direction} | {cost['launches']} | {' | '.join(numbers)} | {share(cost):.2f} |"
+
+
+def beside_the_gpu() -> Iterator[str]:
+    """Lines of Markdown: what an H200 has shown, what the model says of that code, and what it says of the code now."""
+    known = model.known()
+    seen = f"{known['gpu']}, {known['date']}, {known['commit']}"
+    yield f"| share of a copy's speed | {seen} | predicted before | model of that code | error | model of code now |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    now = budgets()[MODELLED]
+    for call in model.timed():
+        recipe, direction = call.name.split()
+        shares = (call.measured, call.predicted, call.modelled)
+        told = " | ".join(f"{each:.2f}" for each in shares)
+        yield f"| {recipe} {direction} | {told} | {call.error:+.0%} | {share(now[recipe][direction]):.2f} |"
+
+
+def tables() -> dict[str, list[str]]:
+    """Of the page, by name."""
+    return {"costs": list(table()), "beside an H200": list(beside_the_gpu())}
+
+
+def with_tables(page: str) -> str:
+    """A page with its tables made anew."""
+    for name, lines in tables().items():
+        before, begin, rest = page.partition(BEGIN.format(name))
+        _, end, after = rest.partition(END)
+        if not end:
+            raise ValueError(f"{PAGE} has no place for the table {name!r}: {BEGIN.format(name)} ... {END}")
+        page = "".join([before, begin, "\n\n", "\n".join(lines), "\n\n", end, after])
+    return page
 
 
 def measured(names: Collection[str]) -> dict[str, dict[str, dict[str, Costs]]]:
@@ -75,7 +114,7 @@ def measured(names: Collection[str]) -> dict[str, dict[str, dict[str, Costs]]]:
             costs = {}
             for direction, call in calls.items():
                 try:
-                    costs[direction] = asdict(call.cost(capability))
+                    costs[direction] = cost_of(call, capability)
                 except CompilationError as error:
                     if "not supported in this architecture" not in str(error):  # the types that it has
                         raise
@@ -93,7 +132,8 @@ def main() -> None:
 
         pretend_gpu()
         FILE.write_text(json.dumps(measured(write or RECIPES), indent=1) + "\n")
-    print("\n".join(table()))
+    PAGE.write_text(with_tables(PAGE.read_text()))
+    print("\n\n".join("\n".join(lines) for lines in tables().values()))
 
 
 if __name__ == "__main__":

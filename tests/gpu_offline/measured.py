@@ -34,6 +34,7 @@ from qtensor.spec.registry import tensor_wide
 from qtensor.tensor.contents import write
 from tests.gpu_offline.assembled import Program, assembled, assembled_by_hand, blocks_of
 from tests.gpu_offline.emitted import Launching, TritonKernel
+from tests.gpu_offline.model import CAPABILITY, Units, seconds
 from tests.gpu_offline.written import WrittenKernel
 
 ROWS = COLUMNS = 4096
@@ -90,6 +91,18 @@ class Call:
                 for name in ("spills", "divisions", "fp64", "flushes")
             },
         )
+
+    def seconds(self) -> float:
+        """On the GPU of model.py, by its model: one launch after the other."""
+        return sum(seconds(each.moved, each.threads, units) for each, units in self.units())
+
+    def units(self) -> list[tuple[Launch, Units]]:
+        """Of each launch, what a thread of it occupies there; an operation of torch is taken for a copy."""
+        found = []
+        for each in self.launches:
+            program = each.assembled(CAPABILITY) if each.assembled is not None else None
+            found.append((each, program.units + program.looped_units * each.turns if program else Units()))
+        return found
 
 
 def _instructions(launch: Launch, program: Program) -> int:

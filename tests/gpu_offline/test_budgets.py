@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import re
 import subprocess
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def test_no_kernel_exceeds_its_budget(name: str) -> None:
         budget = allowed()[capability][name]
         assert calls(name).keys() == budget.keys()
         for direction, call in calls(name).items():
-            assert not exceeded(asdict(call.cost(int(capability))), budget[direction]), (capability, direction)
+            assert not exceeded(budgets.cost_of(call, int(capability)), budget[direction]), (capability, direction)
 
 
 def test_no_budget_allows_spills_or_denormals_that_are_lost() -> None:
@@ -67,17 +66,24 @@ def test_a_cost_above_its_budget_is_found() -> None:
 
 def test_a_kernel_with_one_more_pass_exceeds_its_budget() -> None:
     """NVFP4's global scale takes a pass over the values that MXFP8 does without."""
-    cost = asdict(calls("nvfp4_row")["quantize"].cost(90))
+    cost = budgets.cost_of(calls("nvfp4_row")["quantize"], 90)
     found = exceeded(cost, allowed()["90"]["mxfp8_row"]["quantize"])
     assert any(each.startswith("launches") for each in found)
     assert any(each.startswith("moved") for each in found)
 
 
 def test_the_page_shows_the_budgets() -> None:
-    page = budgets.PAGE.read_text().splitlines()
-    start = page.index(budgets.HEADER)
-    lines = list(budgets.table())
-    assert page[start : start + len(lines)] == lines
+    page = budgets.PAGE.read_text()
+    assert budgets.with_tables(page) == page
+    assert budgets.HEADER in page
+
+
+def test_a_page_gets_its_tables_again() -> None:
+    page = budgets.PAGE.read_text()
+    row = next(line for line in budgets.table() if line.startswith("| mxfp8_row | quantize"))
+    assert budgets.with_tables(page.replace(row, "| mxfp8_row | quantize | 7 |")) == page
+    with pytest.raises(ValueError, match="has no place for the table 'costs'"):
+        budgets.with_tables(page.replace("-->", ""))
 
 
 def test_the_nan_of_a_bf16_scale_is_stored_as_it_is() -> None:
@@ -119,8 +125,9 @@ def test_values_pass_through_memory_once(name: str) -> None:
     for direction in ("encode" if "encode" in calls(name) else "quantize", "dequantize"):
         (launch,) = calls(name)[direction].launches
         assert launch.moved <= calls(name)[direction].needed + 4  # the amax, which is no part
-    assert all(budgets.share(cost) >= 0.8 for cost in shares_of(name, "encode", "dequantize", "gathered"))
-    assert all(budgets.share(cost) >= (0.55 if name in TWICE else 0.8) for cost in shares_of(name, "quantize"))
+    assert all(budgets.share(cost) >= 0.9 for cost in shares_of(name, "dequantize", "gathered"))
+    assert all(budgets.share(cost) >= 0.55 for cost in shares_of(name, "encode"))
+    assert all(budgets.share(cost) >= (0.4 if name in TWICE else 0.55) for cost in shares_of(name, "quantize"))
 
 
 def shares_of(name: str, *directions: str) -> list[Any]:
@@ -187,4 +194,8 @@ def test_what_a_program_is_made_of_is_counted(tmp_path: Path) -> None:
     assert found.spills >= 1
     assert found.fp64 >= 1
     assert 5 <= found.looped < found.straight
+    # the subroutine that divides 64 bits is not on the way of most numbers
+    assert found.looped_units.issued == found.looped
+    assert 0 < found.units.issued < found.straight
+    assert found.looped_units.memory >= 3  # a load, a store, and one to local memory
     assert 0 < found.registers <= 255
