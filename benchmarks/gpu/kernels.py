@@ -21,7 +21,7 @@ from benchmarks.numerics import RECIPES as ALL
 from benchmarks.timing import ratio
 from fsdp_hooks.kernels.digest import digests
 from qtensor import QuantizedTensor, quantize
-from qtensor.numerics import kernels
+from qtensor.numerics import kernels, transposing
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import tensor_wide
 
@@ -41,7 +41,7 @@ LEAST = {
     "encode": {"float8 tensor": 0.95, "nvfp4 row": 0.95, "nvfp4 square": 0.95},
     "dequantize": dict.fromkeys(RECIPES, 0.93),
 }
-TRANSPOSE = "transpose of fp8 bytes"
+TRANSPOSE, BOTH = "transpose of fp8 bytes", "float8 of rows and of columns"
 AIMS = (
     *(
         Aim(row=f"{what} {name}", figure=OF_A_COPY, least=least)
@@ -56,6 +56,7 @@ AIMS = (
     *(Aim(row=f"quantize {name}", figure=HOST, most=80) for name in ("float8 row", "mxfp8 row", "nvfp4 row")),
     *(Aim(row=f"dequantize {name}", figure=HOST, most=60) for name in ("float8 row", "mxfp8 row", "nvfp4 row")),
     Aim(row=TRANSPOSE, figure=OF_A_COPY, least=0.85),
+    Aim(row=BOTH, figure=OF_A_COPY, least=0.6),  # read twice: for the amaxes, and for the codes
 )
 
 
@@ -71,7 +72,10 @@ def rows(scale: Scale) -> Iterator[Row]:
                 continue
             yield tried(f"{what} {name}", partial(_of_recipe, scale, x, recipe, what))
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    yield tried(TRANSPOSE, lambda: _measured(scale, x, lambda _: codes.t().contiguous(), 2 * codes.nbytes, x))
+    yield tried(TRANSPOSE, lambda: _measured(scale, x, lambda _: transposing.turned(codes), 2 * codes.nbytes, x))
+    of_rows = RECIPES["float8 row"].of_rows
+    both = x.nbytes + 2 * codes.nbytes
+    yield tried(BOTH, lambda: _measured(scale, x, lambda x: transposing.encode_both(x, None, of_rows), both, x))
     yield tried("digests of the payloads of 4 layers", partial(_digests, scale, x))
 
 
