@@ -19,6 +19,7 @@ from torch.distributed.tensor import _utils as dtensor_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
+from torch.optim import optimizer as optimizers
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -34,8 +35,10 @@ __all__ = [
     "cpu_by_default",
     "dtensor_around",
     "dtensor_like",
+    "foreach_add",
     "foreach_copy",
     "group_size",
+    "has_step_hooks",
     "hook_tables",
     "is_described",
     "is_tracing",
@@ -71,6 +74,9 @@ assert callable(TorchDispatchMode)
 
 # Copies many small tensors in one call. torch documents its _foreach_ functions, despite the underscore.
 foreach_copy = torch._foreach_copy_
+
+# Counts the steps of many parameters in one call, by the function that torch's optimizers count with.
+foreach_add = torch._foreach_add_
 
 # torch documents this as the way to turn __torch_function__ off; its public twin wraps plain results in the subclass.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -289,6 +295,12 @@ def hook_tables(module: nn.Module) -> dict[str, MutableMapping[int, Any]]:
     keys of the hooks that take keyword arguments.
     """
     return {name: vars(module)[f"_{name}"] for name in _HOOK_TABLES}
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks run around an optimizer's steps: its own, or those of all optimizers."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or optimizers._global_optimizer_pre_hooks or optimizers._global_optimizer_post_hooks)
 
 
 def mixed_precision(module: Any) -> Any:

@@ -33,7 +33,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     ),
     "qtensor": (
         *("spec.codecs", "spec", "numerics.triton_kernels", "numerics", "tensor", "ops", "products", "formats"),
-        *("scales", "optim", "model", "merging", "."),
+        *("scales", "optim.fused", "optim", "model", "merging", "."),
     ),
     "dcp_adapters": (
         *("torch_private", "plain", "records", "delta.coding", "stored.reading", "stored.checkpoint"),

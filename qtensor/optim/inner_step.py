@@ -9,6 +9,7 @@ gradient in fp32 is not copied.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -120,6 +121,19 @@ def step_masters(
             finally:
                 _take_gradients(chunk, masters)
     # also after an error, so that the optimizer can be saved as it is
+    finally:
+        for group, own in zip(inner.param_groups, everything, strict=True):
+            group["params"] = own
+
+
+@contextmanager
+def stepping_alone(inner: torch.optim.Optimizer, masters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the groups of an optimizer hold these of their parameters alone; others may have gradients, too."""
+    everything, few = [group["params"] for group in inner.param_groups], {id(master) for master in masters}
+    try:
+        for group in inner.param_groups:
+            group["params"] = [master for master in group["params"] if id(master) in few]
+        yield
     finally:
         for group, own in zip(inner.param_groups, everything, strict=True):
             group["params"] = own

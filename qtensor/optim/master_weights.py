@@ -24,7 +24,7 @@ A copy of (model, optimizer) is tied as the originals are; a copy of the optimiz
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -43,14 +43,17 @@ from fsdp_hooks.scale_sync import (
 )
 from fsdp_hooks.torch_private import local_of, locals_of, without_torch_function
 from fsdp_hooks.versions import count_writes
-from qtensor.optim import master_states, optimizer_modes
+from qtensor.optim import fused, master_states, optimizer_modes
 from qtensor.optim.batches import write_each
-from qtensor.optim.inner_step import step_masters
+from qtensor.optim.inner_step import step_masters, stepping_alone
 from qtensor.optim.masters import check_trainable, copy_many, digests_of, master_of, outside_writes, refill
 from qtensor.optim.replicas import Replicas
 from qtensor.optim.step_agreement import TRAINED, StepOutcome, Trained, agree, tell
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from qtensor.optim.fused.step import FusedStep, Taken
 
 
 class MasterWeightOptimizer(torch.optim.Optimizer):
@@ -67,6 +70,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         check_replicas: each step compares what replicas (HSDP, DDP) hold as it begins, in its one all-reduce; a flipped
             bit in one of them is an error on all ranks that names the parameter and the rank. All ranks of the default
             group must hold the same parameters; those that are no DTensors count as replicated over all of them.
+        fused_step: steps and quantizes in one pass over memory (torch.optim.AdamW, Adam and SGD on CUDA, where Triton
+            is; see docs/speed.md). None (the default): for all parameters that can take it, with the bytes that
+            foreach=True has; the logger "qtensor.optim.fused.step" tells at level DEBUG why others do not. False:
+            for none. True: for all, and one that cannot take it is an error. `fused=True` is torch's own kernel where
+            this way is not taken; its last bits differ from foreach=True's.
         **optimizer_kwargs: passed to `optimizer_cls`.
 
     Raises:
@@ -86,15 +94,20 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         ```
     """
 
+    _fused_step: bool | None = None
+    _fused: "FusedStep | None" = None  # made by the first step that it may be for, and not pickled
+    _taken: "Taken | None" = None  # what takes the fused way, from the masters' step to the parts' write
+
     def __init__(
         self,
         optimizer_cls: type[torch.optim.Optimizer],
         params: Iterable[Any],
         *,
         check_replicas: bool = False,
+        fused_step: bool | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        self._check_replicas = check_replicas
+        self._check_replicas, self._fused_step = check_replicas, fused_step
         self._inner: torch.optim.Optimizer | None = None
         self._masters: dict[Tensor, Tensor] = {}
         self._group: dict[Tensor, int] = {}  # the number of each parameter's group
@@ -115,6 +128,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
             "_check_replicas": self._check_replicas,
+            "_fused_step": self._fused_step,
             "_inner": self._inner,
             "_masters": self._masters,
             "_group": self._group,
@@ -188,13 +202,31 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         with without_torch_function():
             # a frozen parameter may still have a gradient, which is ignored
             stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
-        step_masters(inner, stepped, self._masters, self._group)
+        self._taken = taken = self._take_fused(inner, stepped)
+        if taken is None:
+            step_masters(inner, stepped, self._masters, self._group)
+            return stepped
+        if rest := [param for param in stepped if param not in taken.params]:
+            with stepping_alone(inner, [self._masters[param] for param in rest]):
+                step_masters(inner, rest, self._masters, self._group)
+        taken.begin()
         return stepped
+
+    def _take_fused(self, inner: torch.optim.Optimizer, stepped: list[Tensor]) -> "Taken | None":
+        """Return what takes the fused way; None where nothing could, and nothing is imported."""
+        if self._fused_step is False or not (self._fused_step or fused.applies(self._masters.values())):
+            return None
+        if self._fused is None:
+            from qtensor.optim.fused.step import FusedStep
+
+            self._fused = FusedStep(required=self._fused_step is True)
+        return self._fused.take(inner, stepped, self._masters, self._group, self._fresh)
 
     def _move(self, move: Callable[[torch.optim.Optimizer], list[Tensor]], *, frozen: bool = False) -> None:
         """Have masters moved, and write the parameters that `move` returns: with `frozen`, those frozen since, too."""
         assert self._inner is not None
         replicas = Replicas(self._named()) if self._check_replicas else None
+        self.__dict__.pop("_taken", None)  # of a step that failed
         try:
             if replicas is not None:
                 replicas.look()
@@ -216,6 +248,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         # behind all that may fail on one rank: no quantized byte is written before all ranks have come here
         outcome = agree(trained, dense, self._labels, replicas)
         written = self._requantize(trained, outcome) | {param for param, _, _ in plain}
+        if self._taken is not None:
+            written, self._taken = written | self._taken.params, None
         count_writes(written)
         low = (param for param, master in self._masters.items() if master is not param)
         self._written.update(digests_of([param for param in low if param in written or param not in self._written]))
@@ -325,6 +359,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         trained: list[Trained] = []
         dense: list[tuple[str, Tensor, SharedScales]] = []
         plain: list[tuple[Tensor, Tensor, Tensor]] = []
+        written, claims = (self._taken.params, self._taken.claims) if self._taken is not None else (set(), {})
         with without_torch_function():
             held = zip(locals_of(self._masters), locals_of(self._masters.values()), strict=True)
             for (param, master), (shard, own) in zip(self._masters.items(), held, strict=True):
@@ -333,9 +368,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                     # also one without a gradient: another rank may have one for its shard
                     if listed or param in with_grad:
                         facts = param in with_grad, param in self._fresh
-                        trained.append(Trained(self._labels[param], param, shard, own, *facts))
+                        trained.append(Trained(self._labels[param], param, shard, own, *facts, claims.get(param)))
                     continue
-                if master is not param and param in with_grad:
+                if master is not param and param in with_grad and param not in written:
                     plain.append((param, shard, own))
                 if listed and isinstance(shard, HighPrecisionWeight) and (scales := scales_of(param)) is not None:
                     dense.append((self._labels[param], param, scales))
@@ -352,11 +387,15 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         wait = any(one.fresh or not one.stepped for one in trained)
         moves = outcome.moves() if wait else [True] * len(trained)
         moved = [number for number, yes in enumerate(moves) if yes]
+        due = moved
+        if self._taken is not None:
+            due = [number for number in moved if trained[number].param not in self._taken.params]
+            self._taken.finish({one.param: amax for one, amax in zip(trained, outcome.scales, strict=True)})
         write_each(
-            [trained[number].shard for number in moved],
-            [trained[number].master for number in moved],
-            [outcome.scales[number] for number in moved],
-            [outcome.cuts[number] for number in moved],
+            [trained[number].shard for number in due],
+            [trained[number].master for number in due],
+            [outcome.scales[number] for number in due],
+            [outcome.cuts[number] for number in due],
         )
         # a shard without elements stays fresh: it cannot say that something moved
         self._fresh -= {trained[number].param for number in moved if trained[number].master.numel()}

@@ -37,7 +37,17 @@ TRAINED = "the parameters that it trains (frozen ones are not)"
 
 
 class Trained(NamedTuple):
-    """A trainable quantized parameter in a step; `fresh`: its master was made from the bytes."""
+    """A trainable quantized parameter in a step.
+
+    Attributes:
+        label: by which ranks tell parameters apart.
+        param: the parameter.
+        shard: its local tensor.
+        master: the local tensor of its master.
+        stepped: whether its master took part in the step.
+        fresh: whether its master was made from the bytes.
+        claim: what `claim_of` its values is, where the step itself found it.
+    """
 
     label: str  # must be the same on all ranks
     param: Tensor
@@ -45,6 +55,7 @@ class Trained(NamedTuple):
     master: Tensor  # fp32, local
     stepped: bool
     fresh: bool
+    claim: Tensor | None = None
 
 
 class StepOutcome(NamedTuple):
@@ -159,13 +170,12 @@ def agree(
         )
     terms = _terms(trained, dense, labels, replicas)
     sharing, members, claiming = terms.sharing, terms.members, terms.claiming
-    shards, masters = [trained[number].shard for number in sharing], [trained[number].master for number in sharing]
     partners = [trained[number].shard._partners for number in sharing]
     of_dense = [scales.partners for _, scales, _ in claiming]
     # an error on this rank alone must reach the others, which would wait in the all-reduce for ever
     try:
         check_complete(WHAT, partners + of_dense, TRAINED)
-        values = claims_of(shards, masters, terms.cuts)
+        values = _claims([trained[number] for number in sharing], terms.cuts)
         values += [_find_moved([trained[number] for number in numbers]) for numbers in members.values()]
         values += [scales.claim() for _, scales, _ in claiming]
         met = torch.zeros(1, dtype=torch.float32, device=_device(labels))
@@ -206,6 +216,14 @@ def tell(
 ) -> None:
     """Take the place of `agree` on a rank that failed: the others raise instead of waiting for it."""
     tell_groups(*_terms(trained, dense, labels, replicas).label(trained), _device(labels))
+
+
+def _claims(sharing: Sequence[Trained], cuts: Sequence[CutBlocks | None]) -> list[Tensor]:
+    """Return what each shard claims."""
+    due = [number for number, one in enumerate(sharing) if one.claim is None]
+    shards, masters = [sharing[number].shard for number in due], [sharing[number].master for number in due]
+    made = iter(claims_of(shards, masters, [cuts[number] for number in due]))
+    return [next(made) if one.claim is None else one.claim for one in sharing]
 
 
 def _alone(trained: Sequence[Trained], labels: Mapping[Tensor, str]) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -64,6 +64,10 @@ class Interpreter:
     def transposing(self, name: str, *args: Any) -> Any:
         """The function of that name in `qtensor.numerics.transposing`, on a GPU."""
         return self._process.submit(_transposing, name, args).result()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function returns in that process."""
+        return self._process.submit(function, *args).result()
 
     def launches(self) -> int:
         """How many launches were interpreted so far."""

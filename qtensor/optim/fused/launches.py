@@ -1,0 +1,53 @@
+"""Launches of the fused step's kernels; the first one imports Triton."""
+
+import torch
+from torch import Tensor
+
+from qtensor.numerics.triton_kernels.launching import ELEMENTS, launch
+from qtensor.optim.fused import kernel
+from qtensor.optim.fused.decision import TILE, Output
+from qtensor.optim.fused.shards import Kind
+
+
+def step(kind: Kind, table: Tensor, owner: Tensor, amax: Tensor) -> None:
+    """Step the shards of a kind; `owner` int32 [programs]: the row of each; `amax`: int32 bits of fp32, a slot each."""
+    output = kind.output
+    grads = {"GRADS": ELEMENTS[kind.grads], "ALIGNED_GRADS": kind.aligned}
+    given = owner.numel(), table, table.view(torch.float32), owner
+    if output.long:
+        deep, wide = (1, TILE) if output.square == 1 else (TILE // output.lanes, output.lanes)
+        piece = {"DEEP": deep, "WIDE": wide}
+        geometry = {"MULTIPLE": output.multiple, "SQUARE": output.square, "OPTION": output.option}
+        launch(kernel.step_long, *given, RULE=kind.rule.name, **grads, **geometry, **piece, num_warps=output.warps)
+        return
+    launch(
+        kernel.step,
+        *given,
+        amax,
+        RULE=kind.rule.name,
+        FORMAT=output.format,
+        ELEMENT=ELEMENTS.get(output.element, ELEMENTS[torch.float32]),
+        LANES=output.lanes,
+        MULTIPLE=output.multiple,
+        SQUARE=output.square,
+        TILE=output.tile,
+        OPTION=output.option,
+        num_warps=output.warps,
+        **grads,
+    )
+
+
+def encode_under(output: Output, table: Tensor, owner: Tensor, amax: Tensor) -> None:
+    """Write the parts of shards under `amax`, fp32, a slot each."""
+    launch(
+        kernel.encode_under,
+        owner.numel(),
+        *(table, owner, amax),
+        FORMAT=output.format,
+        LANES=output.lanes,
+        MULTIPLE=output.multiple,
+        SQUARE=output.square,
+        TILE=output.tile,
+        OPTION=output.option,
+        num_warps=output.warps,
+    )

@@ -1,0 +1,233 @@
+"""The fused step: asks which shards take it, fills the table, launches.
+
+    take     which parameters take it (decision.py, shards.py); the others are for the inner optimizer
+    begin    before ranks agree: steps what stores no parts, and what waits for an amax, which it finds on the way
+    finish   once they have agreed: steps the other shards and writes their parts in the same pass; writes the parts of
+             those that waited, under the amax that all agreed on
+
+So no quantized byte is written before all ranks have come so far, as on the general way. Each stage has a launch for
+each kind of shard (optimizer, gradient's dtype, format, length of rows under one scale), whatever their number.
+"""
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.kernels.compiled import use_kernels
+from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, local_of, without_torch_function
+from fsdp_hooks.versions import count_writes
+from qtensor.optim.fused.counts import Counts
+from qtensor.optim.fused.decision import Output, Rule, numbers_of, refuse_optimizer, rule_of
+from qtensor.optim.fused.plan import Launch, Pass, planned
+from qtensor.optim.fused.shards import Kind, Shard, output_of, shard_of
+from qtensor.optim.fused.table import ROW, Owners, sent, words_of
+from qtensor.spec.codecs.rounding import is_armed
+from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+LOG = logging.getLogger(__name__)
+
+# reasons that pass by themselves
+FIRST = "its first step makes the inner optimizer's state"
+FRESH = "no step has written it since it was made, loaded or written by others"
+
+
+class FusedStep:
+    """The fused way of one optimizer; what it keeps, a later step could make anew.
+
+    Args:
+        required: whether a parameter that cannot take it is an error.
+    """
+
+    def __init__(self, *, required: bool) -> None:
+        self._required = required
+        self._outputs: dict[Tensor, tuple[Tensor, Output | str]] = {}  # of each parameter's shard
+        self._broken: dict[Kind | Output, str] = {}  # what was compiled: why it cannot be; ""
+        self._told: dict[Tensor, str] = {}
+        self._owners, self._counts = Owners(), Counts()
+
+    @torch.no_grad()
+    def take(
+        self,
+        inner: torch.optim.Optimizer,
+        stepped: Sequence[Tensor],
+        masters: Mapping[Tensor, Tensor],
+        groups: Mapping[Tensor, int],
+        fresh: set[Tensor],
+    ) -> "Taken":
+        """Return what takes the fused way.
+
+        Args:
+            inner: the optimizer of the masters.
+            stepped: the parameters that have gradients.
+            masters: parameter -> its master; itself if it is in fp32.
+            groups: parameter -> the number of its group.
+            fresh: the parameters whose bytes are not made of their masters.
+
+        Raises:
+            RuntimeError: it is required, and a parameter can not take it.
+        """
+        watched = is_tracing() or is_watched() or is_armed() or use_kernels.mode == "eager"
+        why = refuse_optimizer(inner, hooked=has_step_hooks(inner), watched=watched)
+        rules = [why or rule_of(type(inner), group) for group in inner.param_groups]
+        shards: list[Shard] = []
+        with without_torch_function():
+            for param in stepped:
+                rule, master = rules[groups[param]], masters[param]
+                if isinstance(rule, str):
+                    self._tell(param, rule)
+                elif param in fresh:
+                    self._tell(param, FRESH)
+                else:
+                    found = self._look((param, master), inner.state.get(master) or {}, rule, len(shards))
+                    if isinstance(found, Shard):
+                        shards.append(found)
+                    else:
+                        self._tell(param, found)
+        return Taken(shards, [inner.param_groups[groups[shard.param]] for shard in shards], self._owners, self._counts)
+
+    def _look(self, pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule, slot: int) -> Shard | str:
+        param, master = pair
+        if rule.states and not state:
+            return FIRST
+        known = self._outputs.get(param)
+        if known is None or known[0] is not local_of(param):
+            known = self._outputs[param] = local_of(param), output_of(param, master)
+        if isinstance(known[1], str):
+            return known[1]
+        shard = shard_of(pair, state, rule, known[1], slot)
+        if isinstance(shard, str):
+            return shard
+        if why := self._compiled(shard.kind, shard.kind.device):
+            return why
+        return (shard.later and self._compiled(shard.later.output, shard.kind.device)) or shard
+
+    def _compiled(self, what: Kind | Output, device: torch.device) -> str:
+        """Return why a kernel cannot be compiled, tried once: before a step depends on it."""
+        if what not in self._broken:
+            self._broken[what] = ""
+            table = torch.zeros(1, ROW, dtype=torch.int64, device=device)
+            none, amax = (torch.zeros(size, dtype=torch.int32, device=device) for size in (0, 1))
+            try:
+                run(what, table, none, amax)
+            except Exception as error:
+                if use_kernels.mode == "compiled":
+                    raise
+                self._broken[what] = f"its kernel does not compile: {error}"
+                warnings.warn(
+                    f"MasterWeightOptimizer: the kernel of the fused step failed ({type(error).__name__}: {error}); "
+                    "parameters that need it take the general way, which is slower and gives the same bytes",
+                    stacklevel=2,
+                )
+        return self._broken[what]
+
+    def _tell(self, param: Tensor, why: str) -> None:
+        """Log, once, why a parameter takes the general way; raise if it must not."""
+        if self._required and why not in (FIRST, FRESH):
+            raise RuntimeError(
+                f"MasterWeightOptimizer(fused_step=True): a parameter of shape {tuple(param.shape)} and {param.dtype} "
+                f"cannot take the fused step: {why}; leave fused_step out, so that it takes the general way"
+            )
+        if self._told.get(param) != why:
+            self._told[param] = why
+            LOG.debug("a parameter of shape %s takes the general way: %s", tuple(param.shape), why)
+
+
+@dataclass
+class _OnDevice:
+    """The table of a device, its amaxes (int32 bits, a slot for each shard of the step) and what goes through it."""
+
+    table: Tensor
+    amaxes: Tensor
+    launches: list[Launch]
+
+
+class Taken:
+    """What takes the fused way in one step.
+
+    Attributes:
+        params: all of it.
+        quantized: those whose parts it writes.
+        claims: parameter -> fp32 [1], the amax of its new master, where its values share a scale; after `begin`.
+    """
+
+    def __init__(
+        self, shards: Sequence[Shard], options: Sequence[Mapping[str, Any]], owners: Owners, counts: Counts
+    ) -> None:
+        self._shards, self._options, self._owners, self._counts = shards, options, owners, counts
+        self.params = {shard.param for shard in shards}
+        self.quantized = {shard.param for shard in shards if isinstance(local_of(shard.param), QuantizedTensor)}
+        self.claims: dict[Tensor, Tensor] = {}
+        self._on: list[_OnDevice] = []
+
+    def begin(self) -> None:
+        """Step what need not wait for other ranks; finds the amaxes that are claimed."""
+        pairs = list(zip(self._shards, self._numbers(), strict=True))
+        for device in dict.fromkeys(shard.kind.device for shard in self._shards):
+            own = [pair for pair in pairs if pair[0].kind.device == device]
+            rows, launches = planned(own, [shard.param in self.quantized for shard, _ in own])
+            amaxes = torch.zeros(len(pairs), dtype=torch.int32, device=device)
+            self._on.append(_OnDevice(sent(rows, device), amaxes, launches))
+            found = amaxes.view(torch.float32)
+            later = [(shard.param, shard.addresses.slot) for shard, _ in own if shard.later is not None]
+            self.claims |= {param: found[slot : slot + 1] for param, slot in later}
+        now = [shard for shard in self._shards if shard.param not in self.quantized or shard.later is not None]
+        self._launch("now")
+        self._counts.advance([shard.step for shard in now if shard.step is not None])
+        # torch counts writes into what it steps itself
+        count_writes([shard.param for shard in now if shard.param not in self.quantized])
+
+    def finish(self, agreed: Mapping[Tensor, Tensor | None]) -> None:
+        """Step the other shards, and write all parts.
+
+        Args:
+            agreed: parameter -> fp32 [1], the amax that all ranks agreed on; None: that of this rank.
+        """
+        behind = [shard for shard in self._shards if shard.param in self.quantized and shard.later is None]
+        self._launch("behind")
+        self._counts.advance([shard.step for shard in behind if shard.step is not None])
+        if any(agreed.get(param) is not None for param in self.claims):
+            # a slot for each shard, whether it claims one or not
+            for on in self._on:
+                own = on.amaxes.view(torch.float32)
+                given = [
+                    amax if (amax := agreed.get(shard.param)) is not None else own[number : number + 1]
+                    for number, shard in enumerate(self._shards)
+                ]
+                on.amaxes = torch.cat([one.to(own.device) for one in given]).view(torch.int32)
+        self._launch("later")
+
+    def _launch(self, at: Pass) -> None:
+        for on in self._on:
+            for launch in on.launches:
+                if launch.at == at:
+                    owner = self._owners.of(launch.first, launch.programs, on.table.device)
+                    run(launch.what, on.table, owner, on.amaxes)
+
+    def _numbers(self) -> list[list[int]]:
+        """Return what each shard's row says of its group and of its step."""
+        counted = [shard.step for shard in self._shards if shard.step is not None]
+        counts = iter(self._counts.read(counted))
+        known: dict[tuple[int, float], list[int]] = {}
+        found = []
+        for shard, options in zip(self._shards, self._options, strict=True):
+            key = id(options), next(counts) + 1 if shard.step is not None else 1.0
+            if key not in known:
+                known[key] = words_of(numbers_of(shard.kind.rule, options, key[1]))
+            found.append(known[key])
+        return found
+
+
+def run(what: Kind | Output, table: Tensor, owner: Tensor, amaxes: Tensor) -> None:
+    """Launch what a kind of shards, or of parts, needs."""
+    # nobody else imports Triton
+    from qtensor.optim.fused import launches
+
+    if isinstance(what, Kind):
+        launches.step(what, table, owner, amaxes)
+    else:
+        launches.encode_under(what, table, owner, amaxes.view(torch.float32))

@@ -1,0 +1,147 @@
+"""The fused step of MasterWeightOptimizer, interpreted: the bytes of the general way, its launches, its code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import qtensor as qt
+from tests.gpu_offline.interpreted import Interpreter
+from tests.gpu_offline.recipes import RECIPES
+from tests.gpu_offline.stepping import Run, Weight, trained
+
+MX = RECIPES["mxfp8_row"]
+
+
+@pytest.fixture(scope="module")
+def interpreter(_gpu_that_is_not_there: None) -> Iterator[Interpreter]:
+    process = Interpreter()
+    yield process
+    process.close()
+
+
+def launched(interpreter: Interpreter, run: Run) -> list[str]:
+    """Assert that the fused way and the general one write the same bytes; return what the fused one launched."""
+    fused = interpreter.run(trained, run)
+    general = interpreter.run(trained, replace(run, fused_steps=[False] * run.steps))
+    assert general["launched"] == []
+    for step, (found, wanted) in enumerate(zip(fused["after"], general["after"], strict=True)):
+        assert found.keys() == wanted.keys()
+        different = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+        assert different == [], f"step {step}"
+    return fused["launched"]
+
+
+# the first step makes the state, and the general way writes what it made for the first time
+AFTER_THE_FIRST = 3
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_writes_the_bytes_of_the_general_way(interpreter: Interpreter, name: str) -> None:
+    """Whole tiles, and blocks that fill none; all weights of a recipe in one launch, or two if they wait for an amax."""
+    recipe, wide = RECIPES[name], name in ("float8_tensor", "nvfp4_row", "nvfp4_square")
+    rows = 16 if name == "nvfp4_square" else 32 if name == "mxfp8_square" else 3
+    weights = [Weight((64, 256), recipe), Weight((rows, 256), recipe), Weight((128, 256), recipe)]
+    found = launched(interpreter, Run("AdamW", weights))
+    assert len(found) == AFTER_THE_FIRST * (2 if wide else 1)
+
+
+@pytest.mark.parametrize("name", ["float8_row", "float8_block_square"])
+def test_long_rows_and_large_squares_have_the_bytes_of_the_general_way(interpreter: Interpreter, name: str) -> None:
+    """A program goes through them in pieces; rows and squares end within one."""
+    shapes = [(2, 4224), (3, 5000)] if name == "float8_row" else [(128, 256), (300, 128)]
+    found = launched(interpreter, Run("AdamW", [Weight(shape, RECIPES[name]) for shape in shapes], steps=3))
+    kernels = {each.split()[0].rpartition(".")[2] for each in found}
+    assert kernels == {"step_long"}
+
+
+RULES = {
+    "adam": Run("Adam", [], [{"weight_decay": 0.1}]),
+    "adam, no decay, maximize": Run("Adam", [], [{"maximize": True}]),
+    "adamw, no decay": Run("AdamW", [], [{"weight_decay": 0.0, "eps": 0.0}]),
+    "adamw, betas from 0.5 down": Run("AdamW", [], [{"betas": (0.4, 0.0), "lr": 0.1}]),
+    "sgd": Run("SGD", [], [{"lr": 0.1, "weight_decay": 0.01}]),
+    "sgd, momentum": Run("SGD", [], [{"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}]),
+    "sgd, nesterov": Run("SGD", [], [{"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}]),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_rule_has_the_bytes_of_the_general_way(interpreter: Interpreter, rule: str, dtype: torch.dtype) -> None:
+    """Beside a quantized weight: masters around dense ones, fp32's own, sizes that fill no word, and nothing at all."""
+    weights = [
+        Weight((33, 64), MX, dtype=dtype),
+        Weight((16, 40), dtype=dtype),
+        Weight((7, 5), dtype=dtype),
+        Weight((13,), dtype=torch.float32),
+        Weight((0, 32), dtype=torch.float32),
+    ]
+    assert launched(interpreter, replace(RULES[rule], weights=weights))
+
+
+def test_groups_have_hyperparameters_of_their_own_in_one_launch(interpreter: Interpreter) -> None:
+    groups = [{"lr": 1e-3, "weight_decay": 0.1}, {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-3, "maximize": True}]
+    weights = [Weight((16, 64), MX, group=number % 2) for number in range(4)]
+    assert len(launched(interpreter, Run("AdamW", weights, groups))) == AFTER_THE_FIRST
+
+
+def test_the_ways_may_change_in_the_middle_of_training(interpreter: Interpreter) -> None:
+    """Also with counts that differ, since a weight has no gradient in some steps."""
+    weights = [Weight((16, 64), MX), Weight((16, 64), MX, skips=(0, 3)), Weight((4, 64), RECIPES["nvfp4_row"])]
+    run = Run("AdamW", weights, steps=7, fused_steps=[True, True, False, True, True, False, True])
+    assert launched(interpreter, run)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        Weight((8, 100), RECIPES["float8_block_row"]),  # a smaller block behind
+        Weight((8, 64), qt.Float8DelayedScaling()),
+    ],
+    ids=["ragged", "history"],
+)
+def test_what_it_does_not_cover_takes_the_general_way(interpreter: Interpreter, weight: Weight) -> None:
+    assert launched(interpreter, Run("AdamW", [weight, Weight((8, 64), MX)], steps=3)) == [STEP] * 2
+    assert launched(interpreter, Run("AdamW", [weight], steps=3)) == []
+
+
+STEP = "interpreter.step adam mxfp8"
+
+
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"foreach": False}, {"lr": torch.tensor(0.1)}])
+def test_options_that_it_does_not_cover_take_the_general_way(interpreter: Interpreter, options: dict[str, Any]) -> None:
+    if "lr" in options:
+        options["foreach"] = False
+    run = Run("AdamW", [Weight((8, 64), MX)], optimizer=options, steps=2)
+    assert interpreter.run(trained, run)["launched"] == []
+
+
+def test_weights_that_are_not_finite_have_the_bytes_of_the_general_way(interpreter: Interpreter) -> None:
+    for name, recipe in RECIPES.items():
+        rows = 128 if "square" in name else 8
+        run = Run("AdamW", [Weight((rows, 256), recipe, spoiled=True)], [{"lr": 0.1}], steps=3)
+        assert launched(interpreter, run), name
+
+
+def test_reasons_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    from qtensor.optim.fused.decision import refuse_optimizer, rule_of
+
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    inner = torch.optim.Adagrad([parameter])
+    assert refuse_optimizer(inner, hooked=False, watched=False) == "Adagrad is none of torch's AdamW, Adam and SGD"
+    inner = torch.optim.AdamW([parameter])
+    assert refuse_optimizer(inner, hooked=True, watched=False) == "hooks run around the inner optimizer's step"
+    inner.grad_scale = torch.ones(())
+    assert "grad_scale" in refuse_optimizer(inner, hooked=False, watched=False)
+    group = inner.param_groups[0]
+    assert rule_of(torch.optim.AdamW, {**group, "capturable": True}) == "capturable=True"
+    assert rule_of(torch.optim.AdamW, {**group, "lr": torch.ones(())}) == "lr is no number but a Tensor"
+    for options in ({"foreach": False}, {"fused": False}, {"foreach": False, "fused": False}):
+        assert "loop over single tensors" in str(rule_of(torch.optim.AdamW, {**group, **options}))
+    assert not isinstance(rule_of(torch.optim.AdamW, {**group, "fused": True, "foreach": False}), str)
