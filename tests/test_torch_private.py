@@ -498,6 +498,33 @@ def test_foreach_copy_copies_each():
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(targets, sources, strict=True))
 
 
+def test_foreach_add_adds_to_each_and_counts_its_writes() -> None:
+    steps = [torch.tensor(1.0), torch.tensor(5.0)]
+    torch_private.foreach_add(steps, torch.ones(()))
+    torch_private.foreach_add(steps, 1)
+    assert [step.item() for step in steps] == [3.0, 7.0]
+    assert [step._version for step in steps] == [2, 2]
+
+
+def test_hooks_around_steps_are_found() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    assert not torch_private.has_step_hooks(optimizer)
+
+    def hook(*_: Any) -> None: ...
+
+    registrations = (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        torch.optim.optimizer.register_optimizer_step_pre_hook,
+        torch.optim.optimizer.register_optimizer_step_post_hook,
+    )
+    for register in registrations:
+        handle = register(hook)
+        assert torch_private.has_step_hooks(optimizer)
+        handle.remove()
+        assert not torch_private.has_step_hooks(optimizer)
+
+
 def test_the_cpu_is_the_default_device_where_it_is_asked_for() -> None:
     with torch.device("meta"), torch_private.cpu_by_default():
         assert torch.get_default_device() == torch.device("cpu")

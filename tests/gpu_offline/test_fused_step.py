@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtensor as qt
+from qtensor.optim import fused
 from tests.gpu_offline.interpreted import Interpreter
 from tests.gpu_offline.recipes import RECIPES
 from tests.gpu_offline.stepping import Run, Weight, trained
+from tests.gpu_offline.written import launches_go_to
 
 MX = RECIPES["mxfp8_row"]
 
@@ -43,7 +47,7 @@ AFTER_THE_FIRST = 3
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_step_writes_the_bytes_of_the_general_way(interpreter: Interpreter, name: str) -> None:
-    """Whole tiles, and blocks that fill none; all weights of a recipe in one launch, or two if they wait for an amax."""
+    """Whole tiles, and blocks that fill none; a recipe takes one launch, or two if its weights wait for an amax."""
     recipe, wide = RECIPES[name], name in ("float8_tensor", "nvfp4_row", "nvfp4_square")
     rows = 16 if name == "nvfp4_square" else 32 if name == "mxfp8_square" else 3
     weights = [Weight((64, 256), recipe), Weight((rows, 256), recipe), Weight((128, 256), recipe)]
@@ -52,7 +56,7 @@ def test_a_step_writes_the_bytes_of_the_general_way(interpreter: Interpreter, na
 
 
 @pytest.mark.parametrize("name", ["float8_row", "float8_block_square"])
-def test_long_rows_and_large_squares_have_the_bytes_of_the_general_way(interpreter: Interpreter, name: str) -> None:
+def test_long_rows_and_large_squares_have_the_same_bytes(interpreter: Interpreter, name: str) -> None:
     """A program goes through them in pieces; rows and squares end within one."""
     shapes = [(2, 4224), (3, 5000)] if name == "float8_row" else [(128, 256), (300, 128)]
     found = launched(interpreter, Run("AdamW", [Weight(shape, RECIPES[name]) for shape in shapes], steps=3))
@@ -129,7 +133,7 @@ def test_weights_that_are_not_finite_have_the_bytes_of_the_general_way(interpret
         assert launched(interpreter, run), name
 
 
-def test_reasons_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_reason_has_a_name() -> None:
     from qtensor.optim.fused.decision import refuse_optimizer, rule_of
 
     parameter = torch.nn.Parameter(torch.zeros(2))
@@ -145,3 +149,64 @@ def test_reasons_are_told(caplog: pytest.LogCaptureFixture) -> None:
     for options in ({"foreach": False}, {"fused": False}, {"foreach": False, "fused": False}):
         assert "loop over single tensors" in str(rule_of(torch.optim.AdamW, {**group, **options}))
     assert not isinstance(rule_of(torch.optim.AdamW, {**group, "fused": True, "foreach": False}), str)
+
+
+SHAPES = [(4, 32), (1, 32), (1, 32), (4, 32), (7, 32), (7, 32), (2, 64)] * 4  # 28, of Llama's kinds
+
+
+@pytest.mark.parametrize(("name", "most"), [("mxfp8_row", 3), ("float8_row", 4), ("nvfp4_row", 4)])
+def test_a_step_of_many_weights_is_a_handful_of_launches(name: str, most: int) -> None:
+    """All but digests and the table's copy: room for amaxes, flags of who moved, the kernels; for any number."""
+    assert {len(launches_of_a_step(RECIPES[name], SHAPES[:count])) for count in (7, 28)} == {most}
+
+
+def launches_of_a_step(recipe: Any, shapes: list[tuple[int, int]]) -> list[str]:
+    """Kernels, and operations of torch that launch one, of a step that is neither the first nor digests anything."""
+    seen: list[Any] = []
+    with steps_of(recipe, shapes, seen) as optimizer, _Launches(seen):
+        optimizer.step()
+    return [str(each) for each in seen]
+
+
+@contextmanager
+def steps_of(recipe: Any, shapes: list[tuple[int, int]], seen: list[Any]) -> Iterator[qt.MasterWeightOptimizer]:
+    """An optimizer that took its first step, and whose kernels from here on are noted instead of run."""
+    params = [torch.nn.Parameter(qt.quantize(torch.randn(shape).bfloat16(), recipe)) for shape in shapes]
+    optimizer = qt.MasterWeightOptimizer(torch.optim.AdamW, params, foreach=True)
+    for param in params:
+        param.grad = torch.randn(param.shape).bfloat16()
+    optimizer.step()
+
+    def launch(kernel: Any, args: tuple[Any, ...]) -> None:
+        if kernel.programs:
+            seen.append(kernel.name)
+
+    with (
+        qt.use_kernels("auto"),
+        mock.patch.object(fused, "FUSED_ON", {"cpu"}),
+        mock.patch("qtensor.optim.fused.shards.FUSED_ON", {"cpu"}),
+        mock.patch("qtensor.optim.fused.step.is_watched", return_value=False),
+        mock.patch("qtensor.optim.master_weights.digests_of", return_value={}),
+        mock.patch("qtensor.optim.master_weights.outside_writes", return_value=[]),
+        launches_go_to(launch),
+    ):
+        optimizer.step()  # compiles
+        seen.clear()
+        yield optimizer
+
+
+class _Launches(TorchDispatchMode):
+    """Operations of torch that would launch something on a GPU: no views, none on a host's own numbers."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        first = out[0] if isinstance(out, list | tuple) and out else out
+        counts = name == "_foreach_add_" or not isinstance(first, torch.Tensor) or (first.ndim == 0)
+        if not (func.is_view or counts or name in ("empty", "detach", "_local_scalar_dense")):
+            self.seen.append(name)
+        return out

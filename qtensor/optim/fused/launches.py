@@ -13,15 +13,26 @@ def step(kind: Kind, table: Tensor, owner: Tensor, amax: Tensor) -> None:
     """Step the shards of a kind; `owner` int32 [programs]: the row of each; `amax`: int32 bits of fp32, a slot each."""
     output = kind.output
     grads = {"GRADS": ELEMENTS[kind.grads], "ALIGNED_GRADS": kind.aligned}
-    given = owner.numel(), table, table.view(torch.float32), owner
+    programs, given = owner.numel(), (table, table.view(torch.float32), owner)
     if output.long:
-        deep, wide = (1, TILE) if output.square == 1 else (TILE // output.lanes, output.lanes)
-        piece = {"DEEP": deep, "WIDE": wide}
-        geometry = {"MULTIPLE": output.multiple, "SQUARE": output.square, "OPTION": output.option}
-        launch(kernel.step_long, *given, RULE=kind.rule.name, **grads, **geometry, **piece, num_warps=output.warps)
+        deep = 1 if output.square == 1 else TILE // output.lanes
+        launch(
+            kernel.step_long,
+            programs,
+            *given,
+            RULE=kind.rule.name,
+            MULTIPLE=output.multiple,
+            SQUARE=output.square,
+            DEEP=deep,
+            WIDE=TILE // deep,
+            OPTION=output.option,
+            num_warps=output.warps,
+            **grads,
+        )
         return
     launch(
         kernel.step,
+        programs,
         *given,
         amax,
         RULE=kind.rule.name,
