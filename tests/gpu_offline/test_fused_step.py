@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -210,3 +211,40 @@ class _Launches(TorchDispatchMode):
         if not (func.is_view or counts or name in ("empty", "detach", "_local_scalar_dense")):
             self.seen.append(name)
         return out
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_code_moves_whole_words_and_spills_nothing(name: str) -> None:
+    """On sm_90: by 16 bytes a thread and access; no operation is contracted that the kernel does not name."""
+    from qtensor.numerics import kernels
+    from qtensor.optim.fused import launches
+    from qtensor.optim.fused.decision import ADAM, dense, quantized
+    from qtensor.optim.fused.shards import Kind
+    from qtensor.spec.registry import format_of, tensor_wide
+    from tests.gpu_offline.assembled import compiled_by_hand, program
+
+    recipe = RECIPES[name]
+    wide = tensor_wide(recipe) is not None
+    by_row = kernels.shares_amax(recipe) and not wide
+    output = quantized(format_of(recipe).by_hand(recipe), (4096, 14336), wide=wide, by_row=by_row)
+    assert not isinstance(output, str)
+    here = dense(None, 4096).finding_amax() if output.later else output
+    kind = Kind(torch.device("cpu"), ADAM, here, torch.bfloat16, aligned=True)
+    seen: list[Any] = []
+    table, owner = torch.zeros(1, 17, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    with launches_go_to(lambda kernel, args: seen.append((kernel, args))):
+        launches.step(kind, table, owner, owner)
+        if output.later:
+            launches.encode_under(output, table, owner, owner.view(torch.float32))
+    for kernel, args in seen:
+        made = compiled_by_hand(kernel, args, 90)
+        found = program(made.asm["ptx"], made.asm["cubin"])
+        assert (found.spills, found.divisions, found.flushes, found.fp64) == (0, 0, 0, 0)
+        assert found.registers <= 168  # three programs of 128 threads on a multiprocessor
+        accesses = re.findall(r"(ld|st)\.global(\.v4)?(?:\.L1\S*)?\.b32", made.asm["ptx"])
+        moved = [sum(kind == access and bool(whole) for access, whole in accesses) for kind in ("ld", "st")]
+        if kernel.function.__name__ == "step":
+            assert moved[0] >= 14  # 16 numbers of gradient (2), master and moments (4 each)
+            assert moved[1] >= 12
+            number = (found.straight + found.looped) * kernel.warps * 32 / (output.tile * output.lanes)
+            assert output.later or number < 130  # instructions, of 210 in the time that memory takes for 27 bytes

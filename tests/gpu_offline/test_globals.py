@@ -28,7 +28,7 @@ def functions() -> dict[str, Any]:
     found: dict[str, Any] = {}
     folder = qtensor.numerics.triton_kernels
     names = [module.name for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}.")]
-    for name in (*names, "qtensor.numerics.triton_transposes"):
+    for name in (*names, "qtensor.numerics.triton_transposes", "qtensor.optim.fused.kernel"):
         for value in vars(importlib.import_module(name)).values():
             if isinstance(value, JITFunction):
                 found[f"{value.__module__}.{value.__name__}"] = value
