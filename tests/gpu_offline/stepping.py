@@ -11,8 +11,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from qtensor import MasterWeightOptimizer, quantize, use_kernels
+from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, share_scales, use_kernels
 from qtensor.optim import fused
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.gpu_offline.foreach_on_cuda import foreach_on_cuda
 from tests.gpu_offline.written import WrittenKernel, launches_go_to
 
@@ -26,6 +27,7 @@ class Weight:
     dtype: torch.dtype = torch.bfloat16
     group: int = 0
     skips: tuple[int, ...] = ()  # steps in which it has no gradient
+    dense: bool = False  # storage="high_precision"
     spoiled: bool = False  # from the second step on, some gradients are not finite
 
 
@@ -39,6 +41,7 @@ class Run:
     steps: int = 4
     fused_steps: Sequence[bool] = ()  # of each step, whether it takes the fused way; none: all do
     seed: int = 0
+    shares: bool = False  # the first two weights share a scale
     optimizer: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -62,6 +65,13 @@ def on_gpu(seen: list[str]) -> Iterator[None]:
         yield
 
 
+def stored(x: Tensor, weight: Weight) -> Tensor:
+    """What holds x."""
+    if weight.recipe is None:
+        return x
+    return HighPrecisionWeight(x, weight.recipe) if weight.dense else quantize(x, weight.recipe)
+
+
 def values(weight: Weight, seed: int, factor: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(weight.shape, generator=generator)
@@ -73,7 +83,12 @@ def trained(run: Run) -> dict[str, Any]:
     params = []
     for number, weight in enumerate(run.weights):
         x = values(weight, run.seed + number).to(weight.dtype)
-        params.append(nn.Parameter(x if weight.recipe is None else quantize(x, weight.recipe)))
+        params.append(nn.Parameter(stored(x, weight)))
+    if run.shares:
+        model = nn.ModuleDict({str(number): nn.Linear(1, 1, bias=False) for number in range(len(params))})
+        for linear, param in zip(model.values(), params, strict=True):
+            linear.weight = param
+        share_scales(model, [("0", "1")])
     groups = [
         {**options, "params": [p for p, weight in zip(params, run.weights, strict=True) if weight.group == number]}
         for number, options in enumerate(run.options)
@@ -100,7 +115,7 @@ def bytes_of(params: Sequence[nn.Parameter], optimizer: MasterWeightOptimizer) -
     """Copies of all that a step writes."""
     found = {}
     for number, param in enumerate(params):
-        parts = param.parts() if hasattr(param, "parts") else {"dense": param.detach()}
+        parts = param.parts() if isinstance(param, QuantizedTensor) else {"dense": getattr(param, "dense", param)}
         state = {name: value for name, value in optimizer.state.get(param, {}).items() if isinstance(value, Tensor)}
         for name, value in {**parts, **state}.items():
             flat = value.detach().clone().reshape(-1)

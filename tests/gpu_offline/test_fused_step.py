@@ -96,6 +96,20 @@ def test_groups_have_hyperparameters_of_their_own_in_one_launch(interpreter: Int
     assert len(launched(interpreter, Run("AdamW", weights, groups))) == AFTER_THE_FIRST
 
 
+@pytest.mark.parametrize("name", ["float8_tensor", "nvfp4_row"])
+def test_weights_under_one_scale_are_written_under_the_amax_that_is_agreed_on(
+    interpreter: Interpreter, name: str
+) -> None:
+    """And beside them one whose scale is its own."""
+    run = Run("AdamW", [Weight((16, 64), RECIPES[name]) for _ in range(3)], shares=True)
+    assert len(launched(interpreter, run)) == 2 * AFTER_THE_FIRST
+
+
+def test_weights_that_are_gathered_quantized_are_stepped(interpreter: Interpreter) -> None:
+    found = launched(interpreter, Run("AdamW", [Weight((16, 64), MX, dense=True)]))
+    assert [each.split()[-1] for each in found] == ["dense"] * 3
+
+
 def test_the_ways_may_change_in_the_middle_of_training(interpreter: Interpreter) -> None:
     """Also with counts that differ, since a weight has no gradient in some steps."""
     weights = [Weight((16, 64), MX), Weight((16, 64), MX, skips=(0, 3)), Weight((4, 64), RECIPES["nvfp4_row"])]
