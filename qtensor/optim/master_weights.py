@@ -43,6 +43,7 @@ from fsdp_hooks.scale_sync import (
 )
 from fsdp_hooks.torch_private import local_of, locals_of, without_torch_function
 from fsdp_hooks.versions import count_writes
+from qtensor.numerics.triton_kernels import available
 from qtensor.optim import fused, master_states, optimizer_modes
 from qtensor.optim.batches import write_each
 from qtensor.optim.inner_step import step_masters, stepping_alone
@@ -214,7 +215,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _take_fused(self, inner: torch.optim.Optimizer, stepped: list[Tensor]) -> "Taken | None":
         """Return what takes the fused way; None where nothing could, and nothing is imported."""
-        if self._fused_step is False or not (self._fused_step or fused.applies(self._masters.values())):
+        first = next(iter(self._masters.values()), None)
+        applies = first is not None and first.device.type in fused.FUSED_ON and available()
+        if self._fused_step is False or not (self._fused_step or applies):
             return None
         if self._fused is None:
             from qtensor.optim.fused.step import FusedStep

@@ -10,16 +10,4 @@ launches.py    launches of the kernels, which alone import Triton
 kernel.py      the kernels
 """
 
-from collections.abc import Iterable
-
-from torch import Tensor
-
-from qtensor.numerics.triton_kernels import available
-
-FUSED_ON = {"cuda"}
-
-
-def applies(masters: Iterable[Tensor]) -> bool:
-    """Return whether some of these masters could take it: Triton is there, and they are where it runs."""
-    first = next(iter(masters), None)
-    return first is not None and first.device.type in FUSED_ON and available()
+FUSED_ON = frozenset({"cuda"})  # devices
