@@ -29,17 +29,16 @@ class Launch:
 
 
 def planned(
-    shards: Sequence[tuple[Shard, Sequence[int]]], quantized: Sequence[bool]
+    shards: Sequence[tuple[Shard, Sequence[int]]],
 ) -> tuple[list[list[int]], list[Launch]]:
     """Return the rows of a table and the launches.
 
     Args:
         shards: each with the words of its numbers; on one device.
-        quantized: whether each has parts.
     """
     found: dict[tuple[Pass, Kind | Output], list[tuple[Addresses, int, Sequence[int]]]] = {}
-    for (shard, words), parts in zip(shards, quantized, strict=True):
-        for at, what, addresses, programs in _passes(shard, parts=parts):
+    for shard, words in shards:
+        for at, what, addresses, programs in _passes(shard):
             if programs:
                 found.setdefault((at, what), []).append((addresses, programs, words))
     rows: list[list[int]] = []
@@ -53,8 +52,8 @@ def planned(
     return rows, launches
 
 
-def _passes(shard: Shard, *, parts: bool) -> Iterator[tuple[Pass, Kind | Output, Addresses, int]]:
-    at: Pass = "behind" if parts and shard.later is None else "now"
+def _passes(shard: Shard) -> Iterator[tuple[Pass, Kind | Output, Addresses, int]]:
+    at: Pass = "behind" if shard.parts and shard.later is None else "now"
     yield at, shard.kind, shard.addresses, shard.programs
     if (later := shard.later) is not None:
         yield "later", later.output, later.addresses, later.programs

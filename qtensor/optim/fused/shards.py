@@ -64,6 +64,7 @@ class Shard:
         programs: how many it takes.
         step: its count, where the rule keeps one.
         later: the pass that writes its parts; None: the step does, or it has none.
+        parts: whether it has parts.
     """
 
     param: Tensor
@@ -72,6 +73,7 @@ class Shard:
     programs: int
     step: Tensor | None
     later: Later | None
+    parts: bool
 
 
 def output_of(param: Tensor, master: Tensor) -> Output | str:  # noqa: PLR0911 - a reason each
@@ -146,7 +148,7 @@ def shard_of(  # noqa: PLR0911 - a reason each
 
     later = Later(output, *passed(output)) if output.later else None
     kind = Kind(own.device, rule, here, grad.dtype, at % ALIGNED == 0)
-    return Shard(param, kind, *passed(here), step, later)
+    return Shard(param, kind, *passed(here), step, later, isinstance(shard, QuantizedTensor))
 
 
 def _gradient_of(param: Tensor, master: Tensor, own: Tensor) -> Tensor | str:

@@ -20,14 +20,12 @@ from torch import Tensor
 
 from fsdp_hooks.kernels.compiled import use_kernels
 from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, local_of, without_torch_function
-from fsdp_hooks.versions import count_writes
 from qtensor.optim.fused.counts import Counts
 from qtensor.optim.fused.decision import Output, Rule, numbers_of, refuse_optimizer, rule_of
 from qtensor.optim.fused.plan import Launch, Pass, planned
 from qtensor.optim.fused.shards import Kind, Shard, output_of, shard_of
 from qtensor.optim.fused.table import ROW, Owners, sent, words_of
 from qtensor.spec.codecs.rounding import is_armed
-from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 LOG = logging.getLogger(__name__)
 
@@ -75,9 +73,11 @@ class FusedStep:
         why = refuse_optimizer(inner, hooked=has_step_hooks(inner), watched=watched)
         rules = [why or rule_of(type(inner), group) for group in inner.param_groups]
         shards: list[Shard] = []
+        options: list[Mapping[str, Any]] = []
         with without_torch_function():
             for param in stepped:
-                rule, master = rules[groups[param]], masters[param]
+                group, master = groups[param], masters[param]
+                rule = rules[group]
                 if isinstance(rule, str):
                     self._tell(param, rule)
                 elif param in fresh:
@@ -86,9 +86,10 @@ class FusedStep:
                     found = self._look((param, master), inner.state.get(master) or {}, rule, len(shards))
                     if isinstance(found, Shard):
                         shards.append(found)
+                        options.append(inner.param_groups[group])
                     else:
                         self._tell(param, found)
-        return Taken(shards, [inner.param_groups[groups[shard.param]] for shard in shards], self._owners, self._counts)
+        return Taken(shards, options, self._owners, self._counts)
 
     def _look(self, pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule, slot: int) -> Shard | str:
         param, master = pair
@@ -151,7 +152,6 @@ class Taken:
 
     Attributes:
         params: all of it.
-        quantized: those whose parts it writes.
         claims: parameter -> fp32 [1], the amax of its new master, where its values share a scale; after `begin`.
     """
 
@@ -160,7 +160,6 @@ class Taken:
     ) -> None:
         self._shards, self._options, self._owners, self._counts = shards, options, owners, counts
         self.params = {shard.param for shard in shards}
-        self.quantized = {shard.param for shard in shards if isinstance(local_of(shard.param), QuantizedTensor)}
         self.claims: dict[Tensor, Tensor] = {}
         self._on: list[_OnDevice] = []
 
@@ -169,17 +168,15 @@ class Taken:
         pairs = list(zip(self._shards, self._numbers(), strict=True))
         for device in dict.fromkeys(shard.kind.device for shard in self._shards):
             own = [pair for pair in pairs if pair[0].kind.device == device]
-            rows, launches = planned(own, [shard.param in self.quantized for shard, _ in own])
+            rows, launches = planned(own)
             amaxes = torch.zeros(len(pairs), dtype=torch.int32, device=device)
             self._on.append(_OnDevice(sent(rows, device), amaxes, launches))
             found = amaxes.view(torch.float32)
             later = [(shard.param, shard.addresses.slot) for shard, _ in own if shard.later is not None]
             self.claims |= {param: found[slot : slot + 1] for param, slot in later}
-        now = [shard for shard in self._shards if shard.param not in self.quantized or shard.later is not None]
+        now = [shard for shard in self._shards if not shard.parts or shard.later is not None]
         self._launch("now")
         self._counts.advance([shard.step for shard in now if shard.step is not None])
-        # torch counts writes into what it steps itself
-        count_writes([shard.param for shard in now if shard.param not in self.quantized])
 
     def finish(self, agreed: Mapping[Tensor, Tensor | None]) -> None:
         """Step the other shards, and write all parts.
@@ -187,7 +184,7 @@ class Taken:
         Args:
             agreed: parameter -> fp32 [1], the amax that all ranks agreed on; None: that of this rank.
         """
-        behind = [shard for shard in self._shards if shard.param in self.quantized and shard.later is None]
+        behind = [shard for shard in self._shards if shard.parts and shard.later is None]
         self._launch("behind")
         self._counts.advance([shard.step for shard in behind if shard.step is not None])
         if any(agreed.get(param) is not None for param in self.claims):
