@@ -16,7 +16,6 @@ GRADS = (torch.bfloat16, torch.float16, torch.float32)
 LONGEST = 2**12  # numbers under one scale that the threads of a program hold, with what is read to step them
 EACH = 16  # of a thread
 TILE = 2048  # numbers of a program, at least
-MOST = 2**31 - 2**16  # blocks, or numbers of blocks of a tile, which 32 bits count
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def quantized(hand: ByHand | None, shape: Sequence[int], *, wide: bool, by_row: 
     """
     if hand is None or (make := _OUTPUTS.get(hand.module)) is None:
         return "no kernel writes parts of its format"
-    if len(shape) < 2 or shape[-1] == 0:
+    if len(shape) < 2 or 0 in shape:
         return f"a shard of shape {tuple(shape)}"
     output = make(hand.options, shape[-1], wide=wide)
     if output.square > 1 and len(shape) > 2 and shape[-2] % output.square:
