@@ -4,6 +4,8 @@
             -> amax of each master shard -> one all-reduce for all tensor-wide scales of the model
             -> requantize every shard in place -> digest of what was written (see masters.py)
 
+On CUDA the steps of torch's AdamW, Adam and SGD write masters and parts in one pass instead (see fused/).
+
 A master is the shard in fp32, and a DTensor if the parameter is one; parameters in fp32 are their own masters. The
 bytes of a parameter depend only on its full master and the recipe (and on its history, with delayed scaling). So they
 are the same for every world size, and a step that moves no master moves no byte:

@@ -84,7 +84,7 @@ def test_the_fused_step_writes_the_bytes_of_the_general_way(name: str, rule: str
     """Those of foreach=True; the ways change in the middle of training, too."""
     kind, options = RULES[rule]
     ran = []
-    for ways in ([None] * 5, [False] * 5, [None, None, False, None, None]):
+    for ways in ([True] * 5, [False] * 5, [True, True, False, True, True]):  # True: or an error
         params = parameters(RECIPES[name], "cuda")
         optimizer = MasterWeightOptimizer(kind, params, **options)
         for step, way in enumerate(ways):
@@ -102,7 +102,7 @@ def test_the_fused_step_writes_the_bytes_of_the_general_way(name: str, rule: str
 def test_steps_after_fused_ones_of_torch_go_on_and_wait_for_nothing_but_digests() -> None:
     """torch keeps the counts on the GPU then: they are read once, and in place writes into them are seen."""
     params = parameters(MXFP8BlockScaling(), "cuda")
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW, params, fused=True, lr=1e-2)
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, params, fused_step=True, fused=True, lr=1e-2)
     for step in range(4):
         lend(params, step)
         if step == 3:
