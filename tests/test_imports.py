@@ -16,8 +16,8 @@ REPO = Path(__file__).resolve().parent.parent
 
 # package -> what it may import besides itself, torch and the standard library
 ALLOWED: dict[str, set[str]] = {
-    "fsdp_hooks": set(),
-    "qtensor": {"fsdp_hooks", "triton"},  # triton: by kernels that a GPU alone runs
+    "fsdp_hooks": {"triton"},  # by kernels that a GPU alone runs
+    "qtensor": {"fsdp_hooks", "triton"},  # likewise
     "dcp_adapters": {"fsdp_hooks", "qtensor", "safetensors", "jinja2", "rich", "tqdm", "xxhash"},  # zstd: by name
     "layerwise": {  # transformers, yaml: by name
         *("fsdp_hooks", "qtensor", "dcp_adapters", "safetensors", "rich", "tqdm", "xxhash", "matplotlib", "numpy"),

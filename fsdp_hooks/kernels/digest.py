@@ -18,16 +18,28 @@ in the same shapes have the same digest on every rank, eager and compiled, becau
 Large tensors are read once, in place, in wide blocks, since a vectorised loop has a cost at the end of each block.
 Small ones of one shape and dtype are stacked, which copies them, so that a thousand of them take a dozen operations
 instead of ten thousand.
+
+On an NVIDIA GPU one launch reads all tensors, of whatever shapes and dtypes (digest_triton.py), under the rules of
+`use_kernels`. What is written here stays the definition, and takes its place where that can not run.
 """
 
+import functools
+import importlib
+import importlib.util
+import logging
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp_hooks.kernels.compiled import Kernel
+from fsdp_hooks.kernels.compiled import BY_HAND_ON, COMPILED_FROM, VARIABLE, Kernel, use_kernels
 from fsdp_hooks.lazy_bits import resolve
+from fsdp_hooks.torch_private import is_tracing, is_watched
+
+LOG = logging.getLogger(__name__)
 
 NARROW, WIDE = 64, 1024  # words in a block
 LARGE = 2**18  # bytes; smaller tensors are stacked
@@ -38,6 +50,9 @@ GOLDEN = -7046029254386353131  # 2^64 / golden ratio
 MIX = -7723592293110705685  # a constant of splitmix64, the one it multiplies by last
 MIX_FIRST = -4658895280553007687  # the one before
 LOW = 2**32 - 1
+ENOUGH = COMPILED_FROM  # bytes of all tensors, from which one launch is worth its compilation
+BY_HAND = "fsdp_hooks.kernels.digest_triton"
+PLAIN = {Tensor, nn.Parameter}  # other classes are somebody's way of watching or faking tensors
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
@@ -61,10 +76,73 @@ def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
             found |= dict(zip(own, read.unbind(), strict=True))
         return torch.stack([found.get(number, none) for number in range(len(groups))])
     device = devices[0]
+    if device.type in BY_HAND_ON and (launched := _by_one_launch(groups, device)) is not None:
+        return launched
     autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     # autocast refuses to stack float8
     with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
         return _digests(groups, device)
+
+
+_launch_failed: set[str] = set()  # names of what a launch raised in this process
+
+
+def _by_one_launch(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor | None:
+    """Return the digests of tensors of one GPU, read by one launch; None where the definition runs instead."""
+    mode = use_kernels.mode
+    if mode == "eager" or (mode == "auto" and _launch_failed) or not _has_triton() or is_tracing() or is_watched():
+        return None
+    copies: list[Tensor] = []  # live until the launch has been asked for
+    places = []
+    total = 0
+    # a thousand tensors in a step, so each is asked as little as can be
+    for group in groups:
+        own = []
+        for given in group:
+            if type(given) not in PLAIN:
+                return None
+            tensor = given
+            if not given.is_contiguous() or given.is_neg() or given.is_conj() or not given.data_ptr():
+                tensor = resolve(given.detach()).contiguous()
+                copies.append(tensor)
+            nbytes = tensor.nbytes
+            own.append((tensor.data_ptr(), nbytes))
+            total += nbytes
+        places.append(tuple(own))
+    few = total < ENOUGH and BY_HAND not in sys.modules  # once it is compiled, for the first large ones, it serves all
+    if (mode == "auto" and few) or (stream := _stream_to_launch_on(device)) is None:
+        return None
+    try:
+        by_hand = importlib.import_module(BY_HAND)
+        return by_hand.digests(tuple(places), device, stream)  # type: ignore[no-any-return]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if mode == "compiled":
+            raise
+        LOG.info("digests by one launch failed, so torch's operations take its place", exc_info=error)
+        _launch_failed.add(type(error).__name__)
+        warnings.warn(
+            f"Digests by one launch failed ({type(error).__name__}), so torch's operations make them from here on: the "
+            f"same values, dozens of launches. {VARIABLE}=compiled shows the error, {VARIABLE}=eager silences this.",
+            stacklevel=4,
+        )
+        return None
+
+
+def _stream_to_launch_on(device: torch.device) -> int | None:
+    """Return the number of a GPU's current stream; None while a graph is captured there.
+
+    Each replay of a graph would read the table, which nobody would keep for it.
+    """
+    with torch.cuda.device(device):
+        return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream().cuda_stream
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Return whether Triton is there, and CUDA is not another name for ROCm."""
+    return torch.version.hip is None and importlib.util.find_spec("triton") is not None
 
 
 def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
