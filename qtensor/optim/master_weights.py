@@ -49,7 +49,7 @@ from qtensor.numerics.triton_kernels import available
 from qtensor.optim import fused, master_states, optimizer_modes
 from qtensor.optim.batches import write_each
 from qtensor.optim.inner_step import step_masters, stepping_alone
-from qtensor.optim.masters import check_trainable, copy_many, digests_of, master_of, outside_writes, refill
+from qtensor.optim.masters import LastWrites, check_trainable, copy_many, master_of, refill
 from qtensor.optim.replicas import Replicas
 from qtensor.optim.step_agreement import TRAINED, StepOutcome, Trained, agree, tell
 from qtensor.scales.high_precision import HighPrecisionWeight
@@ -116,8 +116,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._group: dict[Tensor, int] = {}  # the number of each parameter's group
         self._labels: dict[Tensor, str] = {}  # by which ranks tell parameters apart
         self._fresh: set[Tensor] = set()
-        # digests of what low-precision parameters held after our last write
-        self._written: dict[Tensor, Tensor] = {}
+        self._written = LastWrites()
         super().__init__(params, {})
         self._check_trainable(optimizer_cls, self._named())
         self._sync(0)
@@ -137,9 +136,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             "_group": self._group,
             "_labels": self._labels,
             "_fresh": self._fresh,
-            # cloned: each is a row of one table, and pickling a row would pickle the whole table
-            "_written": {param: digest.clone() for param, digest in self._written.items()},
+            "_written": self._written.records(),
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch calls it to load a state dict, too, with states and groups alone
+        if "_written" in state:
+            state = state | {"_written": LastWrites(state["_written"])}
+        super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; a collective if any parameter is sharded."""
@@ -233,18 +237,20 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         replicas = Replicas(self._named()) if self._check_replicas else None
         self.__dict__.pop("_taken", None)  # of a step that failed
         try:
+            same = self._written.look()
             if replicas is not None:
                 replicas.look()
-            # a checkpoint that was loaded since the last step wins over the masters of before
-            self._follow_outside_writes()
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 inner.update(master_states.options_of(group))
+            # a checkpoint that was loaded since the last step wins over the masters of before
+            self._follow_outside_writes(same)
             moved = move(self._inner)
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 # some optimizers keep state in their groups
                 group.update(master_states.options_of(inner))
             trained, dense, plain = self._collect_writes(set(moved), frozen=frozen)
-            copy_many([(shard, master) for _, shard, master in plain])
+            if plain:
+                copy_many([(shard, master) for _, shard, master in plain])
         except Exception:
             # the error that led here is the one to report
             with contextlib.suppress(Exception):
@@ -257,7 +263,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             written, self._taken = written | self._taken.params, None
         count_writes(written)
         low = (param for param, master in self._masters.items() if master is not param)
-        self._written.update(digests_of([param for param in low if param in written or param not in self._written]))
+        self._written.note([param for param in low if param in written or param not in self._written])
         self._publish_state(moved)
         if replicas is not None:
             # now that all ranks are known to step the same parameters
@@ -286,8 +292,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         master_states.load_masters(self._masters, saved)
         self._start_anew(self._masters)
         # torch restores an optimizer before its model, so the loaded masters hold until the next step writes them
-        for param in saved:
-            self._written.pop(param, None)
+        self._written.forget(saved)
         self._inner.load_state_dict(master_states.for_inner(self.param_groups, saved))
         self._publish_state(saved)
 
@@ -334,11 +339,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """Take note of parameters' bytes; quantized ones are fresh until a step moves their master."""
         params = list(params)
         self._fresh.update(param for param in params if isinstance(local_of(param), QuantizedTensor))
-        self._written.update(digests_of([param for param in params if self._masters[param] is not param]))
+        self._written.note([param for param in params if self._masters[param] is not param])
 
-    def _follow_outside_writes(self) -> None:
-        """Give parameters that were written by others since (a load, a copy_) a new master."""
-        if changed := outside_writes(self._written):
+    def _follow_outside_writes(self, same: Tensor | None) -> None:
+        """Give parameters that were written by others since (a load, a copy_) a new master, given `LastWrites.look`."""
+        if changed := self._written.changed(same):
             for param in changed:
                 refill(self._masters[param], param)
             self._start_anew(changed)
@@ -366,8 +371,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         plain: list[tuple[Tensor, Tensor, Tensor]] = []
         written, claims = (self._taken.params, self._taken.claims) if self._taken is not None else (set(), {})
         with without_torch_function():
-            held = zip(locals_of(self._masters), locals_of(self._masters.values()), strict=True)
-            for (param, master), (shard, own) in zip(self._masters.items(), held, strict=True):
+            count, held = len(self._masters), locals_of([*self._masters, *self._masters.values()])
+            for (param, master), shard, own in zip(self._masters.items(), held[:count], held[count:], strict=True):
                 listed = param.requires_grad or (frozen and bool(self.state.get(param)))
                 if isinstance(shard, QuantizedTensor):
                     # also one without a gradient: another rank may have one for its shard

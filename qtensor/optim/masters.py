@@ -5,10 +5,18 @@ copied in by hand. Its master is stale then, and the next step would silently un
 digest of the bytes it wrote; if a parameter's bytes have changed since, its master starts anew from them. Only the
 bytes can tell: version counters miss writes through aliases, such as those of a state dict, and FSDP moves uneven
 shards to new storage without writing them.
+
+    note     behind a write, or where a master starts anew:   bytes -> digests, in a table on the device
+    look     as a step begins:                                bytes -> digests -> compared with the table, on the device
+    changed  before the step moves a master:                  the host reads the answer, and waits for it
+
+A step moves masters in place, so it has to know of a write before its first kernel does: once a master has moved, and
+its moments with it, nothing can make it start anew. Until then the host has other work, so `look` comes first.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,50 +59,86 @@ def check_trainable(kind: type[torch.optim.Optimizer], params: Iterable[object])
         )
 
 
-def outside_writes(records: Mapping[Tensor, Tensor]) -> list[Tensor]:
-    """Return the parameters whose bytes no longer match their recorded digests; one host sync for all of them.
+class LastWrites:
+    """Digests of what parameters held when they were noted; each has a row in one table on their device."""
 
-    Where such a write left the preserved initial value as it was (a write into the parts), that value is forgotten,
-    since it belongs to other bytes.
-    """
-    if not records:
-        return []
-    same = (_table(records) == torch.stack(list(records.values()))).tolist()  # [params, 2]
-    changed = []
-    for param, (bytes_kept, init_kept) in zip(records, same, strict=True):
-        if bytes_kept:
-            continue
-        shard = local_of(param)
-        # whoever wrote into the parts alone left an initial value behind that is not theirs
-        if init_kept and isinstance(shard, QuantizedTensor):
-            preserve(shard, None)
-        changed.append(param)
-    if changed:
-        LOG.info("%d parameters were written by others since the last step; their masters start anew", len(changed))
-    return changed
+    def __init__(self, records: dict[Tensor, Tensor] | None = None) -> None:
+        self._rows = {param: row for row, param in enumerate(records or ())}
+        # int64 [parameters, 2], see digests_of
+        self._table = torch.stack(list(records.values())) if records else None
 
+    def __contains__(self, param: Tensor) -> bool:
+        """Return whether a parameter was noted."""
+        return param in self._rows
 
-def digests_of(params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """Return for each parameter int64 [2]: digests of its bytes here, and of its preserved initial value (0: none)."""
-    return dict(zip(params, _table(params).unbind(), strict=True)) if params else {}
+    def records(self) -> dict[Tensor, Tensor]:
+        """Return the digests of each parameter, int64 [2], in memory of its own: what pickles and copies hold."""
+        return {} if self._table is None else {param: self._table[row].clone() for param, row in self._rows.items()}
+
+    def note(self, params: Sequence[Tensor]) -> None:
+        """Take note of what these parameters hold now."""
+        if not params:
+            return
+        table = digests_of(params)
+        # as in nearly every step: all of them, in the same order
+        if len(params) == len(self._rows) and all(map(operator.is_, params, self._rows)):
+            self._table = table
+            return
+        self.forget(params)
+        if self._table is not None:
+            table = torch.cat([table, self._table.to(table.device)])
+        self._table, self._rows = table, {param: row for row, param in enumerate([*params, *self._rows])}
+
+    def forget(self, params: Iterable[Tensor]) -> None:
+        """Take no change of these parameters for a write of others, until they are noted again."""
+        gone = set(params)
+        kept = {param: row for param, row in self._rows.items() if param not in gone}
+        if not kept:
+            self._table = None
+        elif self._table is not None and len(kept) < len(self._rows):
+            rows = torch.tensor(list(kept.values()), dtype=torch.int64, device="cpu")
+            self._table = self._table.index_select(0, rows.to(self._table.device, non_blocking=True))
+        self._rows = {param: row for row, param in enumerate(kept)}
+
+    def look(self) -> Tensor | None:
+        """Return bool [parameters, 2]: whether bytes and preserved initial value are as noted; the host goes on."""
+        if self._table is None:
+            return None
+        found = digests_of(list(self._rows))
+        return found == self._table.to(found.device)
+
+    def changed(self, same: Tensor | None) -> list[Tensor]:
+        """Return the parameters whose bytes are not as noted, given what `look` returned; one host sync.
+
+        Where such a write left the preserved initial value as it was (a write into the parts), that value is forgotten,
+        since it belongs to other bytes.
+        """
+        if same is None:
+            return []
+        changed = []
+        for param, (bytes_kept, init_kept) in zip(self._rows, same.tolist(), strict=True):
+            if bytes_kept:
+                continue
+            shard = local_of(param)
+            # whoever wrote into the parts alone left an initial value behind that is not theirs
+            if init_kept and isinstance(shard, QuantizedTensor):
+                preserve(shard, None)
+            changed.append(param)
+        if changed:
+            LOG.info("%d parameters were written by others since the last step; their masters start anew", len(changed))
+        return changed
 
 
 @torch.no_grad()
-def _table(params: Iterable[Tensor]) -> Tensor:
-    """Return the digests of `digests_of` as one tensor, int64 [params, 2]."""
+def digests_of(params: Sequence[Tensor]) -> Tensor:
+    """Return int64 [parameters, 2]: digests of each one's bytes here, and of its preserved initial value (0: none)."""
     shards = locals_of(params)
-    inits = {
-        number: value
-        for number, shard in enumerate(shards)
-        if isinstance(shard, QuantizedTensor) and (value := shard._preserved.value) is not None
-    }
     with without_torch_function():
-        found = digests([*_bytes_of_each(shards), *([value] for value in inits.values())])
-    of_bytes, none = found[: len(shards)], found.new_zeros(())
-    of_inits = dict(zip(inits, found[len(shards) :].unbind(), strict=True))
-    # stacked, since an index that is a list would be copied to the device, and waited for
-    column = torch.stack([of_inits.get(number, none) for number in range(len(shards))]) if inits else of_bytes * 0
-    return torch.stack([of_bytes, column], dim=1)
+        groups: list[list[Tensor]] = []
+        for shard, own in zip(shards, _bytes_of_each(shards), strict=True):
+            init = shard._preserved.value if isinstance(shard, QuantizedTensor) else None
+            groups += (own, [] if init is None else [init])
+        return digests(groups).view(-1, 2)
 
 
 def bytes_of(shard: Tensor) -> list[Tensor]:

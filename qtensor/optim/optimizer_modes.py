@@ -23,12 +23,12 @@ MODES = ("train", "eval")
 def switch(inner: torch.optim.Optimizer, mode: str, masters: Mapping[Tensor, Tensor]) -> list[Tensor]:
     """Call inner.train() or inner.eval(); returns the parameters whose masters moved on this rank. A host sync."""
     every = [master for master in masters.values() if master.numel()]
+    if not every:
+        getattr(inner, mode)()
+        return []
     before = digests_of(every)
     getattr(inner, mode)()
-    after = digests_of(every)
-    if not every:
-        return []
-    same = (torch.stack(list(before.values())) == torch.stack(list(after.values()))).all(dim=1).tolist()
+    same = (before == digests_of(every)).all(dim=1).tolist()
     moved = {id(master) for master, kept in zip(every, same, strict=True) if not kept}
     return [param for param, master in masters.items() if id(master) in moved]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NAMES = ("float8_row", "float8_tensor", "mxfp8_row", "nvfp4_row")
 SHARE_SCALES = ("float8_tensor", "nvfp4_row")  # between the shards of a weight
 READ = "aten._local_scalar_dense.default in"
-FOLLOWS = f"{READ} optim/masters.py outside_writes"  # were parameters written by others?
+FOLLOWS = f"{READ} optim/masters.py changed"  # were parameters written by others?
 AGREES = f"{READ} ranks/exchange.py reduce_max"  # do ranks list the same weights?
 MOVES = f"{READ} optim/step_agreement.py moves"  # once: did fresh masters move?
 STAGED = "Stream.synchronize in staging/stager.py _copied"

@@ -261,3 +261,54 @@ def test_frozen_quantized_parameters_cost_no_wait(monkeypatch: pytest.MonkeyPatc
             optimizer.step()
         assert waits.found == ["tolist"] * expected
         monkeypatch.undo()
+
+
+# -- digests of what was written last ----------------------------------------------------------------------------------
+
+
+def changed(written: masters.LastWrites) -> list[Tensor]:
+    return written.changed(written.look())
+
+
+def test_notes_of_some_parameters_leave_those_of_others() -> None:
+    params = parameters()
+    written = masters.LastWrites()
+    assert (changed(written), written.records()) == ([], {})
+    written.note(params)
+    before = written.records()
+    with torch.no_grad():
+        for number in (1, 2):
+            params[number].copy_(torch.full(params[number].shape, 2.0, dtype=torch.bfloat16))
+    assert list(map(id, changed(written))) == [id(params[1]), id(params[2])]
+    written.note([params[2]])
+    assert list(map(id, changed(written))) == [id(params[1])]
+    written.forget([params[1], params[0]])
+    assert changed(written) == []
+    assert params[0] not in written and params[2] in written  # noqa: PT018
+    kept = written.records()
+    assert all(torch.equal(kept[param], before[param]) for param in params[3:])
+    assert not torch.equal(kept[params[2]], before[params[2]])
+    assert all(record.untyped_storage().nbytes() == 16 for record in kept.values())  # its own, not the table's
+    assert changed(masters.LastWrites(kept)) == []
+    written.forget(params)
+    assert (changed(written), written.records()) == ([], {})
+
+
+def test_a_write_of_others_is_known_before_a_master_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its digests are asked for first, and read before the inner optimizer begins."""
+    told: list[str] = []
+    for place, name in ((masters.LastWrites, "look"), (masters.LastWrites, "changed"), (torch.optim.SGD, "step")):
+        original = getattr(place, name)
+        noting = lambda *args, original=original, name=name: (told.append(name), original(*args))[1]  # noqa: E731
+        monkeypatch.setattr(place, name, noting)
+    params = parameters()
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, params, lr=0.0)
+    backward(params, 0)
+    optimizer.step()
+    with torch.no_grad():
+        params[1].copy_(torch.full(params[1].shape, 2.0, dtype=torch.bfloat16))
+    del told[:]
+    optimizer.step()
+    assert told[:2] == ["look", "changed"]
+    assert set(told[2:]) == {"step"}
+    assert torch.equal(optimizer.state[params[1]]["master_weight"], params[1].dequantize(torch.float32))
