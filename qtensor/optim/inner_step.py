@@ -8,6 +8,8 @@ may look at all gradients together, or count its steps, so it takes a single ste
 gradient in fp32 is not copied.
 """
 
+import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -79,7 +81,10 @@ class Room:
         if like.device != self._memory.device:
             return torch.empty(like.shape, dtype=torch.float32, device=like.device)
         start, self._used = self._used, self._used + self.elements_of(like)
-        return self._memory[start : start + like.numel()].view(like.shape)
+        shape = like.shape
+        strides = list(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1] if shape else []
+        # one view at once: a slice and a view of that take several times as long
+        return self._memory.as_strided(shape, strides, start)
 
 
 class _ParamChunk(NamedTuple):

@@ -123,9 +123,11 @@ def _terms(
     replicas: Replicas | None,
 ) -> _Terms:
     layouts_of, everybody = (cuts_of, []) if replicas is None else (replicas.cuts_of, replicas.everybody)
-    meeting = meeting_of(list(labels.values()), layouts_of(list(labels)))
+    layouts = dict(zip(labels, layouts_of(list(labels)), strict=True))
+    meeting = meeting_of(list(labels.values()), list(layouts.values()))
     terms = _Terms([], [], [], {}, [], list(dict.fromkeys([*meeting, *everybody])), replicas)
-    for number, (one, cuts) in enumerate(zip(trained, layouts_of([one.param for one in trained]), strict=True)):
+    for number, one in enumerate(trained):
+        cuts = layouts[one.param]
         terms.members.setdefault(tuple(group for _, group in cuts), []).append(number)
         own: list[dist.ProcessGroup] = []
         blocks: CutBlocks | None = None
@@ -139,8 +141,8 @@ def _terms(
     # ranks may list parameters in another order, and flags of one group travel in one tensor
     for numbers in terms.members.values():
         numbers.sort(key=lambda number: trained[number].label)
-    for (label, _, scales), cuts in zip(dense, layouts_of([param for _, param, _ in dense]), strict=True):
-        own = [group for dim, group in cuts if scales.shared_along(dim)]
+    for label, param, scales in dense:
+        own = [group for dim, group in layouts[param] if scales.shared_along(dim)]
         if own or scales.partners is not None:
             terms.claiming.append((label, scales, own))
     return terms
