@@ -109,7 +109,7 @@ def launch(table: Table, found: Tensor) -> None:
         _add_digests[(table.programs,)](table.numbers, found, table.tensors, TILE=TILE, TURN=TURN, num_warps=WARPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])  # one program for all tables
 def _add_digests(
     table: tl.tensor, found: tl.tensor, tensors: tl.tensor, TILE: tl.constexpr, TURN: tl.constexpr
 ) -> None:
