@@ -125,8 +125,8 @@ class Kernel:
     Args:
         fn: takes tensors, the large one first, and returns tensors; no side effects.
         name: tells kernels apart in profiles and logs.
-        by_hand: what runs in place of compiled code on a GPU, for the same arguments; it returns the same bytes. None
-            if nobody wrote it.
+        by_hand: what runs in place of compiled code on a GPU, for the same arguments, and `out` if a call has one; it
+            returns the same bytes. None if nobody wrote it.
         elements: how many of them an entry of the large tensor holds.
         narrow: on a CPU with vectors of 512 bits use those of 256, because the code would not fill the wider ones.
     """
@@ -153,8 +153,8 @@ class Kernel:
         # ids of functions in _compiled that have run: the next call compiles little
         self._worked: set[int] = set()
 
-    def __call__(self, *args: Any) -> Any:
-        """Return `fn(*args)`."""
+    def __call__(self, *args: Any, out: Any = None) -> Any:
+        """Return `fn(*args)`; code written by hand may write it into `out`, and then returns that."""
         # subclasses among the arguments are somebody's way of watching or faking tensors
         if not self.compiles(args[0]) or any(isinstance(arg, Tensor) and type(arg) is not Tensor for arg in args):
             return self.eager(*args)
@@ -162,7 +162,7 @@ class Kernel:
         with one_dispatch_state(args[0].device.type):
             # detach() in this state makes aliases without a base; dynamo would also guard on a base's shape
             detached = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
-            return self._run(detached)
+            return self._run(detached, out)
 
     def compiled_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the function that compiles, or has compiled, for such arguments; it may mark them for the compiler."""
@@ -190,6 +190,10 @@ class Kernel:
                     mark_rows_dynamic(arg)
         return self._compiled[layout]
 
+    def runs_by_hand(self, large: Tensor) -> bool:
+        """Return whether such a call runs what was written by hand, if that does not fail."""
+        return self.by_hand is not None and large.device.type in BY_HAND_ON and self.compiles(large)
+
     def compiles(self, large: Tensor) -> bool:
         """Return whether a call with `large` as its first argument runs compiled, under the current policy."""
         mode = use_kernels.mode
@@ -207,15 +211,16 @@ class Kernel:
         """Return whether a call with `large` as its first argument runs what was written by hand."""
         return self.by_hand is not None and large.device.type in BY_HAND_ON and self.compiles(large)
 
-    def _run(self, args: tuple[Any, ...]) -> Any:
+    def _run(self, args: tuple[Any, ...], out: Any) -> Any:
         compiled: Callable[..., Any] | None = None
         try:
             compiled = self.compiled_for(args)
+            given = {"out": out} if out is not None and compiled is self._given else {}
             if id(compiled) in self._worked:
-                return compiled(*args)
+                return compiled(*args, **given)
             began = time.perf_counter()
             with _without_warnings():
-                result = compiled(*args)
+                result = compiled(*args, **given)
         except torch.OutOfMemoryError:  # eager code would need more
             raise
         except Exception as error:  # a compiler may raise anything; the eager call raises for bad input
@@ -230,7 +235,7 @@ class Kernel:
                     f"torch.compile's runs from here on: the same bytes. {VARIABLE}=compiled shows the error.",
                     stacklevel=3,
                 )
-                return self._run(args)
+                return self._run(args, None)
             result = self.eager(*args)
             # this kernel only: it had too many kinds of inputs, for example
             alone = Kernel.works

@@ -151,7 +151,7 @@ class Float8(Format):
     def by_hand(self, recipe: Float8CurrentScaling) -> ByHand | None:
         """Its kernels for GPUs."""
         options = {"element": ELEMENTS[recipe.element][0], "power_of_two": recipe.power_of_two}
-        return ByHand("float8", options, turns=True)
+        return ByHand("float8", options, turns=True, wide=recipe.granularity == "tensor")
 
     def without_factors(
         self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling

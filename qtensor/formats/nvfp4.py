@@ -158,7 +158,7 @@ class _NVFP4(Format):
         return {**parts, "global_scale": one}, parts["global_scale"]
 
     def by_hand(self, recipe: NVFP4BlockScaling) -> ByHand:
-        return ByHand("nvfp4", {"square": recipe.blocks == "square"})
+        return ByHand("nvfp4", {"square": recipe.blocks == "square"}, wide=True)
 
     def decode(self, parts: Mapping[str, Tensor], recipe: NVFP4BlockScaling) -> Tensor:
         values = e2m1.decode(parts["payload"])  # [.., K]

@@ -26,6 +26,7 @@ from fsdp_hooks.kernels.compiled import COMPILED_FROM, Kernel, use_kernels
 from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import ragged, triton_kernels
+from qtensor.numerics.in_place import are_written, writable_parts
 from qtensor.numerics.tiles import (
     CHUNK,
     CHUNK_ELSEWHERE,
@@ -71,9 +72,18 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
 
 
 def encode(
-    x: Tensor, recipe: Recipe, amax: Tensor | None = None, blocks: BlockFacts | None = None
+    x: Tensor,
+    recipe: Recipe,
+    amax: Tensor | None = None,
+    blocks: BlockFacts | None = None,
+    *,
+    out: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Do `formats.encode` on dense values [.., N, K] in any floating dtype; without `amax` the values' own is taken."""
+    """Do `formats.encode` on dense values [.., N, K] in any floating dtype; without `amax` the values' own is taken.
+
+    `out` are parts that may be written. If one launch of a kernel written by hand can write them all, it does, and they
+    are what is returned; otherwise they stay as they are, and what is returned is new.
+    """
     x = resolve(x)
     # shapes alone; a tracer's tensors go through the definition, which its graph needs
     if x.is_meta and not is_tracing():
@@ -82,7 +92,7 @@ def encode(
         values = x.to(torch.float32)
         return formats.encode(values, recipe, formats.shared_amax(values, recipe) if amax is None else amax, blocks)
     # a pass of its own: the codes of the first rows cannot wait for the largest value of all
-    if amax is None and tensor_wide(recipe) is not None:
+    if amax is None and tensor_wide(recipe) is not None and not _finds_amax_by_hand(x, recipe):
         amax = shared_amax(x, recipe)
     if amax is not None and amax.ndim:
         amax = amax.reshape(-1, 1)
@@ -94,10 +104,9 @@ def encode(
         # all scales are decided by the facts, so rows need not come in whole blocks
         facts = [rows_of(fact) for fact in blocks]
         return _over_rows(_encode_kernel(recipe.stored, x.dtype, decided=True), recipe, x, amax, *facts, group=1)
-    # that of each row, which the kernel has at hand
-    if amax is None and shares_amax(recipe):
-        return _over_rows(_encode_kernel(recipe.stored, x.dtype, own=True), recipe, x, None)
-    return _over_rows(_encode_kernel(recipe.stored, x.dtype), recipe, x, amax)
+    # that of each row, which the kernel has at hand, or by hand that of all of them
+    own = {"own": True} if amax is None and shares_amax(recipe) else {}
+    return _over_rows(_encode_kernel(recipe.stored, x.dtype, **own), recipe, x, amax, out=out)
 
 
 def encode_under(x: Tensor, recipe: Recipe, quantizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -225,12 +234,17 @@ def _encode_kernel(
 
     def encode(x: Tensor, amax: Tensor | None, *facts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         values = join_tiles(x, block).to(torch.float32)
-        amax = row_amax(values) if own else amax
+        if own:
+            amax = row_amax(values) if tensor_wide(recipe) is None else finite_amax(values)
         quantizer = fmt.quantizer(values, recipe, amax, BlockFacts(*facts) if decided else None)
         enc, _ = fmt.grid(recipe, quantizer)
         return fmt.encode_with(values, recipe, quantizer, enc), enc
 
-    kind = ("_of_rows" if own else "") + ("_of_cut_blocks" if decided else "") + ("_strided" if strided else "")
+    kind = (
+        (f"_of_{'rows' if tensor_wide(recipe) is None else 'tensor'}" if own else "")
+        + ("_of_cut_blocks" if decided else "")
+        + ("_strided" if strided else "")
+    )
     hand = None if decided or strided else _by_hand(recipe, dtype)
     return Kernel(encode, f"encode_{_name(recipe, dtype)}{kind}", None if hand is None else hand.encode)
 
@@ -313,12 +327,24 @@ def _runs_as_defined(x: Tensor) -> bool:
     return x.numel() == 0 or (use_kernels.mode != "compiled" and x.numel() < small)
 
 
+def _finds_amax_by_hand(x: Tensor, recipe: Recipe) -> bool:
+    """Return whether one call of a kernel written by hand finds a tensor-wide amax and encodes all of x under it."""
+    kernel = _encode_kernel(recipe.stored, x.dtype, own=True)
+    return kernel.runs_by_hand(x) and rows_of(x).shape[0] % row_multiple(recipe) == 0
+
+
 def _over_rows(
-    kernel: Kernel, recipe: Recipe, x: Tensor, *args: Tensor | None, group: int | None = None
+    kernel: Kernel,
+    recipe: Recipe,
+    x: Tensor,
+    *args: Tensor | None,
+    group: int | None = None,
+    out: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return the parts of x, in the shapes that the specs say, by one or more calls of the kernel.
 
-    `group` is how many rows must come together: those of a square block, unless the arguments decide all scales.
+    `group` is how many rows must come together: those of a square block, unless the arguments decide all scales. `out`:
+    see `encode`.
     """
     decided = group is not None
     group = group or row_multiple(recipe)
@@ -331,7 +357,14 @@ def _over_rows(
             flat, block, specs_of(recipe), lambda rows: run(strided, rows), lambda rows: run(kernel, rows)
         )
     else:
-        found = _over_flat(kernel, flat, recipe, args, group)
+        # of several calls, the first would have written its rows when another one fails
+        at_once = kernel.runs_by_hand(flat) and flat.shape[0] % group == 0
+        if at_once and (own := writable_parts(out, x, flat, recipe)) is not None:
+            found, _ = kernel(cut_into_tiles(flat, block, group), *args, out=own)
+            if are_written(found, own):
+                return dict(own)
+        else:
+            found = _over_flat(kernel, flat, recipe, args, group)
     return {
         name: part.reshape(*x.shape[:-1], part.shape[-1]) if part.ndim == 2 else part for name, part in found.items()
     }

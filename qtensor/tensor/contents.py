@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fsdp_hooks.versions import count_writes
 from qtensor.numerics import exact, kernels
 from qtensor.spec.blocks import BlockFacts
 from qtensor.spec.format import PartSpec
@@ -132,7 +133,9 @@ def write(
         before = q.parts()
         parts = kernels.encode_step(x, q.recipe, amax, before["scale"], before["amax_history"])
     else:
-        parts = kernels.encode(x, q.recipe, amax, blocks)
+        # not where `store` will have something to refuse
+        own = None if q._lens.severed or (q._lens.some_rows and tensor_wide(q.recipe)) else q.parts()
+        parts = kernels.encode(x, q.recipe, amax, blocks, out=own)
     store(q, {**parts, INITIAL_VALUE: x})
 
 
@@ -164,6 +167,8 @@ def _to_write(q: "QuantizedTensor", dense: Tensor) -> Tensor:
 def store(q: "QuantizedTensor", parts: Mapping[str, Tensor]) -> None:
     """Copy new bytes into everything q consists of; an initial value that `parts` lack is forgotten.
 
+    A part of q's own among `parts` has them already, written by a kernel, which torch did not see.
+
     A view of some rows refuses to change the tensor-wide scale of all rows.
     """
     lens, wide = q._lens, tensor_wide(q.recipe)
@@ -180,7 +185,9 @@ def store(q: "QuantizedTensor", parts: Mapping[str, Tensor]) -> None:
         )
     # in place: FSDP's shard, the optimizer and state dicts all hold aliases of these tensors
     for name, part in contents_of(q).items():
-        if name in parts:
-            part.copy_(parts[name])
-        else:
+        if name not in parts:
             preserve(q, None)
+        elif parts[name] is part:
+            count_writes([part])
+        else:
+            part.copy_(parts[name])

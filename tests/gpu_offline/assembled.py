@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
 from tests.gpu_offline.emitted import TritonKernel
 from tests.gpu_offline.model import Units, units_of
@@ -109,8 +111,10 @@ def compiled_by_hand(kernel: WrittenKernel, args: tuple[Any, ...], capability: i
         {position[name]: value for name, value in kernel.constants},
         {position[name]: value for name, value in attributes.items()},
     )
-    options = dict(kernel.options)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    options, target = dict(kernel.options), GPUTarget("cuda", capability, 32)
+    # what a kernel asks of the part that it is compiled for, Triton asks of the driver
+    with mock.patch.object(driver.active, "get_current_target", return_value=target):
+        return triton.compile(source, target=target, options=options)
 
 
 def _compiled(source: str, name: str, capability: int) -> Any:

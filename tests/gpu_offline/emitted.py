@@ -135,12 +135,12 @@ class Launching:
         self.by_hand = True
         self.real: dict[int, Tensor] = {}  # by id of the tensor that says to be on the GPU
 
-    def __call__(self, kernel: Kernel, *args: Any) -> Any:
+    def __call__(self, kernel: Kernel, *args: Any, out: Any = None) -> Any:
         """What `kernel` returns on a GPU, for arguments in the CPU's memory."""
         if self.takes_by_hand(kernel):
             assert kernel.by_hand is not None
             with launches_go_to(self.launch):
-                return kernel.by_hand(*args)
+                return kernel.by_hand(*args, **({} if out is None else {"out": out}))
         self.real = {}
         said = tuple(self._said_to_be_on_gpu(arg) if isinstance(arg, Tensor) else arg for arg in args)
         inductors = mock.patch.object(kernel, "by_hand", None)

@@ -5,12 +5,13 @@ own functions are called with tensors of the CPU; the kernels that they call are
 their launches interpreted.
 
 The interpreter's arithmetic is numpy's, in the dtypes that the code names. Its conversions between floating dtypes are
-torch's here, for its own do not round to nearest even, and lose denormal numbers. (A GPU's saturate where torch's to
-fp8 do not: kernels clamp before they convert.) A NaN that becomes bf16 keeps its upper bits: where it was bf16 before,
-Triton's compiler drops both conversions, as test_budgets.py shows. Reductions go through arrays where its own go
-through single numbers, and fused products and sums through fp64, for its own round twice. And fp32 division in Triton's
-code may be off by an ulp on a GPU, which numpy's is not: inductor's kernels divide in fp64, those written by hand ask
-for a quotient that is rounded once.
+torch's here, for its own do not round to nearest even, and lose denormal numbers; those to fp8 saturate as a GPU's do,
+and make one NaN of all (`to_float8`). The larger of a number and NaN is the number, unless the code says otherwise, as
+PTX has it. A NaN that becomes bf16 keeps its upper bits: where it was bf16 before, Triton's compiler drops both
+conversions, as test_budgets.py shows. Reductions go through arrays where its own go through single numbers, and fused
+products and sums through fp64, for its own round twice; their NaN is the one that CUDA's guide names, 0x7FFFFFFF. And
+fp32 division in Triton's code may be off by an ulp on a GPU, which numpy's is not: inductor's kernels divide in fp64,
+those written by hand ask for a quotient that is rounded once.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,6 +38,7 @@ FLOATS = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
 }
+FLOAT8 = ("fp8e4nv", "fp8e5")
 
 
 class Interpreter:
@@ -46,7 +50,7 @@ class Interpreter:
         os.environ["TRITON_INTERPRET"] = "1"
         try:
             spawn = multiprocessing.get_context("spawn")
-            self._process = ProcessPoolExecutor(1, mp_context=spawn, initializer=_begin)
+            self._process = ProcessPoolExecutor(1, mp_context=spawn, initializer=begin)
             self._process.submit(int).result()
         finally:
             os.environ.pop("TRITON_INTERPRET")
@@ -85,15 +89,19 @@ class Interpreter:
 # -- in that process ---------------------------------------------------------------------------------------------------
 
 
-def _begin() -> None:
+def begin() -> None:
     from tests.gpu_offline.pretended import pretend_gpu
 
     pretend_gpu()
+    import numpy as np
     from triton.runtime import interpreter
 
     interpreter._convert_float = functools.partial(_converted, interpreter._convert_float)
     interpreter.ReduceOps.generic_reduce = _reduced
     interpreter.InterpreterBuilder.create_fma = _fused
+    interpreter.InterpreterBuilder.create_inline_asm = _assembled
+    interpreter.InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
+    interpreter.InterpreterBuilder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
 
 
 def _converted(otherwise: Any, data: Any, given: Any, wanted: Any, rounding: Any) -> Any:
@@ -102,7 +110,8 @@ def _converted(otherwise: Any, data: Any, given: Any, wanted: Any, rounding: Any
     if not {str(given), str(wanted)} <= FLOATS.keys():
         return otherwise(data, given, wanted, rounding)
     bits = np.ascontiguousarray(data).view(f"int{given.primitive_bitwidth}")
-    values = torch.from_numpy(bits).view(FLOATS[str(given)]).to(FLOATS[str(wanted)])
+    values = torch.from_numpy(bits).view(FLOATS[str(given)])
+    values = to_float8(values, FLOATS[str(wanted)]) if str(wanted) in FLOAT8 else values.to(FLOATS[str(wanted)])
     if (str(given), str(wanted)) == ("fp32", "bf16"):
         kept = torch.from_numpy(bits >> 16).to(torch.int16).view(torch.bfloat16)
         values = torch.where(values.isnan(), kept, values)
@@ -111,11 +120,45 @@ def _converted(otherwise: Any, data: Any, given: Any, wanted: Any, rounding: Any
     )
 
 
+def to_float8(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What cvt.rn.satfinite makes of fp32 numbers. Which NaN of E5M2's is not documented: here it is none of ours."""
+    largest = torch.finfo(dtype).max
+    codes = values.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    return torch.where(values.isnan(), 0x7F if dtype == torch.float8_e4m3fn else 0x7E, codes).view(dtype)
+
+
+def to_e2m1(values: Tensor) -> Tensor:
+    """What cvt.rn.satfinite.e2m1x2 makes of each of two fp32 numbers, uint8: the largest code of NaN, says PTX."""
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32)  # between neighbouring codes
+    up = torch.tensor([False, True] * 3 + [False])  # which of them go to the larger code, since it is even
+    magnitudes = values.abs().unsqueeze(-1)
+    codes = ((magnitudes > ties) | ((magnitudes == ties) & up)).sum(-1)
+    codes = torch.where(values.signbit(), codes | 8, codes)
+    return torch.where(values.isnan(), 7, codes).to(torch.uint8)
+
+
+def _assembled(builder: Any, *given: Any) -> Any:
+    """The one piece of PTX that kernels have: four bytes, a high and a low number in each."""
+    asm, constraints, numbers, types, _, pack = given
+    assert re.findall(r"(cvt\.\S+) (\w), (\$\d), (\$\d);", asm) == [
+        ("cvt.rn.satfinite.e2m1x2.f32", *registers)
+        for registers in (("a", "$5", "$1"), ("b", "$6", "$2"), ("c", "$7", "$3"), ("d", "$8", "$4"))
+    ]
+    assert "mov.b32 $0, {a, b, c, d};" in asm
+    assert (constraints, pack) == ("=r" + ",f" * 8, 4)
+    low, high = (to_e2m1(torch.from_numpy(each.data)) for each in numbers)
+    made = type(numbers[0])((low | high << 4).numpy(), types[0].scalar)
+    return SimpleNamespace(get_result=lambda number: made)
+
+
 def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
     import numpy as np
 
     wide = [np.asarray(each.data, dtype=np.float64) for each in (x, y, z)]
-    return type(x)((wide[0] * wide[1] + wide[2]).astype(x.data.dtype), x.dtype.scalar)
+    found = (wide[0] * wide[1] + wide[2]).astype(x.data.dtype)
+    if found.dtype == np.float32:
+        found = np.where(np.isnan(found), np.uint32(0x7FFFFFFF).view(np.float32), found)
+    return type(x)(found, x.dtype.scalar)
 
 
 def _reduced(reduction: Any, given: Any) -> Any:
@@ -197,9 +240,7 @@ def _transposing(name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _interpreted(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    from fsdp_hooks.kernels.compiled import use_kernels
-
-    with use_kernels("compiled"), launches_go_to(_interpret):
+    with _on_gpu(by_hand=True):
         return function(*args)
 
 

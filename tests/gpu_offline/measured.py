@@ -114,8 +114,11 @@ def launch_of(kernel: TritonKernel | WrittenKernel, args: tuple[Any, ...]) -> La
     if isinstance(kernel, WrittenKernel):
         given = kernel.arguments(args)
         moved = sum(given[pointer].nbytes for _, pointer in ACCESS.findall(kernel.source))
-        program = functools.partial(assembled_by_hand, kernel, args)
-        return Launch(kernel.name, moved, functools.cache(program), threads=kernel.programs * kernel.warps * 32)
+        program = functools.cache(functools.partial(assembled_by_hand, kernel, args))
+        looped = re.search(r"^ +for \w+ in range", kernel.source, re.MULTILINE)
+        tile = kernel.programs * dict(kernel.constants)["TILE"] if looped else 1  # elements of all programs, a turn
+        turns = -(-args[0].numel() // tile) if looped else 1
+        return Launch(kernel.name, moved, program, threads=kernel.programs * kernel.warps * 32, turns=turns)
     meta = kernel.tuner.inductor_meta
     assert meta["grid_type"] == "Grid1D", meta["grid_type"]
     blocks = blocks_of(kernel)
@@ -158,9 +161,9 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def on_gpu(launching: Launching) -> Iterator[None]:
     """Inside, kernels go through `launching` whatever the device of their arguments is."""
 
-    def call(kernel: Kernel, *args: Any) -> Any:
+    def call(kernel: Kernel, *args: Any, out: Any = None) -> Any:
         if launching.takes_by_hand(kernel):  # with what torch does around it
-            return launching(kernel, *args)
+            return launching(kernel, *args, out=out)
         with _disable_current_modes():
             return launching(kernel, *args)
 

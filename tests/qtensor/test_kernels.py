@@ -19,9 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_hooks.kernels import compiled
 from fsdp_hooks.kernels.compiled import Kernel
-from qtensor import Int4GroupScaling, QuantizedTensor, quantize, use_kernels
+from qtensor import Float8CurrentScaling, Int4GroupScaling, QuantizedTensor, quantize, use_kernels
 from qtensor.numerics import kernels, tiles, triton_kernels
-from qtensor.spec.registry import encode, format_of, keeps_history, shared_amax, tensor_wide
+from qtensor.spec.blocks import finite
+from qtensor.spec.codecs import fp8
+from qtensor.spec.registry import encode, format_of, keeps_history, shared_amax
 from qtensor.tensor.contents import write
 from tests.qtensor.recipes_under_test import DELAYED, RECIPES, every_recipe, same_bytes, weight
 from tests.recipes import MAIN, facts
@@ -640,6 +642,32 @@ def test_what_is_written_by_hand_runs_where_compiled_code_would(
     assert (written.calls, compiler.calls) == (2, 0)
 
 
+def test_what_is_written_by_hand_is_told_where_to_write(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, written: Written
+) -> None:
+    """Compiled and eager code are not, nor what takes the place of the one that fails: they return new results."""
+
+    def by_hand(x: Tensor, *, out: Tensor) -> Tensor:
+        if out.numel() < x.numel():
+            raise RuntimeError("too small")
+        return torch.add(x, x, out=out)
+
+    kernel, out = Kernel(lambda x: x * 2, "twice", by_hand), torch.zeros_like(LARGE)
+    assert kernel.runs_by_hand(LARGE)
+    assert kernel(LARGE, out=out) is out
+    assert torch.equal(out, LARGE * 2)
+    assert kernel(LARGE[:8], out=out) is not out  # too small to compile
+    with use_kernels("eager"):
+        assert not kernel.runs_by_hand(LARGE)
+        assert kernel(LARGE, out=out) is not out
+    with pytest.warns(UserWarning, match="The kernel written by hand for twice failed"):
+        assert torch.equal(kernel(LARGE, out=out[:8]), LARGE * 2)
+    assert not kernel.runs_by_hand(LARGE)
+    assert compiler.calls == 1
+    monkeypatch.setattr(compiled, "BY_HAND_ON", {"cuda"})
+    assert not Kernel(lambda x: x * 2, "twice", by_hand).runs_by_hand(LARGE)
+
+
 def test_what_is_written_by_hand_runs_on_gpus_alone(compiler: Compiler) -> None:
     written = Written()
     assert torch.equal(Kernel(lambda x: x * 2, "twice", written)(LARGE), LARGE * 2)
@@ -728,11 +756,6 @@ def test_kernels_written_by_hand_wait_for_triton_and_for_nvidia(monkeypatch: pyt
         assert kernels._encode_kernel.__wrapped__(delayed, torch.bfloat16).by_hand is None  # it would make no history
 
 
-def scales_rows(recipe: Any) -> bool:
-    """Whether each row has a scale, of its own amax."""
-    return kernels.shares_amax(recipe) and tensor_wide(recipe) is None
-
-
 @pytest.mark.parametrize("given", [False, True])
 def test_an_amax_of_rows_takes_no_kernel_of_its_own(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, given: bool
@@ -772,7 +795,7 @@ def test_kernels_written_by_hand_give_the_bytes_of_the_cpu(
         use_kernels("compiled")
         there = values.cuda()
         found = kernels.encode(there, recipe)
-        ran = kernels._encode_kernel(recipe, dtype, **({"own": True} if scales_rows(recipe) else {}))
+        ran = kernels._encode_kernel(recipe, dtype, **({"own": True} if kernels.shares_amax(recipe) else {}))
         assert (ran.by_hand is not None) or not by_hand
         assert_same({part: value.cpu() for part, value in found.items()}, wanted)
         for to in (torch.bfloat16, torch.float16, torch.float32):
@@ -784,6 +807,35 @@ def test_kernels_written_by_hand_give_the_bytes_of_the_cpu(
             rows = kernels.encode_rows(there, recipe)
             use_kernels("eager")
             assert_same({part: value.cpu() for part, value in rows.items()}, kernels.encode_rows(values, recipe))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_every_number_becomes_the_code_of_the_definition_on_a_gpu(element: str) -> None:
+    """All 2^32, by the hardware's conversion where it has one, under a scale of 1."""
+    recipe, (_, largest) = Float8CurrentScaling(element=element, granularity="tensor"), fp8.ELEMENTS[element]
+    amax = torch.tensor(largest, dtype=torch.float32, device="cuda")
+    use_kernels("compiled")
+    for first in range(-(2**31), 2**31, 2**26):
+        bits = torch.arange(first, first + 2**26, dtype=torch.int64, device="cuda").to(torch.int32)
+        x = bits.view(torch.float32).view(-1, 2**12)
+        found = kernels.encode(x, recipe, amax)["payload"].view(torch.uint8)
+        assert torch.equal(found, fp8.encode(x, finite(x), element).view(torch.uint8)), hex(first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WRITTEN)
+def test_kernels_written_by_hand_write_into_the_parts_that_are_there(name: str) -> None:
+    x = awkward(512, 1024, torch.bfloat16)
+    use_kernels("compiled")
+    q = quantize(torch.ones_like(x).cuda(), WRITTEN[name])
+    places = {part: own.data_ptr() for part, own in q.parts().items()}
+    written_into = kernels.encode(x.cuda(), q.recipe, out=q.parts())
+    assert {part: own.data_ptr() for part, own in written_into.items()} == places
+    q.copy_(torch.zeros_like(x).cuda())
+    q.copy_(x.cuda())
+    assert {part: own.data_ptr() for part, own in q.parts().items()} == places
+    assert_same({part: own.cpu() for part, own in q.parts().items()}, parts_as_defined(x, q.recipe))
 
 
 @pytest.mark.gpu

@@ -20,15 +20,25 @@ and a matrix is a list of blocks. Blocks are counted in 32 bits, which reaches b
 raises, and goes to inductor); where one begins in memory, in 64. Launches are made on the device and the stream of the
 values.
 
-Passes. One, but for two if a tensor-wide scale needs an amax that is not known: amax (reductions.py), then encode.
-Codes of one pass cannot wait for the largest value of all. Float8 rows of more than 2^15 elements take two as well.
+Where it is written. Into new parts, or into those that are there (`out` of kernels.encode, see in_place.py): to
+quantize again copies nothing, and takes the same launches.
+
+Passes. One, but for two if a tensor-wide scale needs an amax that is not known: its parts (reductions.py), one for each
+program, then encode, whose programs begin with the largest of them. Codes of one pass cannot wait for the largest value
+of all. Float8 rows of more than 2^15 elements take two as well.
 
 Files. One for each format: float8, float8_blocks, int4, mxfp4, mxfp8, nvfp4. One for each kind of element or scale:
 fp8, e2m1, e8m0. What they share: launching, pairs (blocks, two codes at a time), reductions. Matrices the other way
 round are written by ../triton_transposes.py.
 
 How bytes stay the same. No operation is contracted unless the code says `fma`, denormals are kept, divisions round
-once, signs are bits, and fp8 numbers are made of integers, so that GPUs without the type have the kernels, too.
+once, and signs are bits. From compute capability 8.9 on the hardware converts to fp8; the kernel asks for which part it
+is compiled. Older GPUs have the kernels, too, with fp8 numbers made of integers.
+
+What they wait for. A multiprocessor of Hopper has 128 units for sums and products of fp32, and half as many for
+integers, comparisons, selections and conversions, while memory gives it an element in 11 of these half-rate
+instructions (bf16 to fp8) or 10 (to packed codes). So what is not finite becomes NaN by a product with 0, maxima leave
+NaN out by themselves, and codes of E2M1 are sums (e2m1.py).
 """
 
 import functools
@@ -64,18 +74,25 @@ class ByHand:
         module: the one in this folder, with functions `encode` and `decode`. Imported by the first call.
         options: what the recipe says, for both.
         turns: whether ../triton_transposes.py takes the options, too.
+        wide: all values share one amax.
     """
 
     module: str
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     turns: bool = False
+    wide: bool = False
 
-    def encode(self, x: Tensor, amax: Tensor | None = None) -> tuple[dict[str, Tensor], None]:
+    def encode(
+        self, x: Tensor, amax: Tensor | None = None, *, out: Mapping[str, Tensor] | None = None
+    ) -> tuple[dict[str, Tensor], None]:
         """Return the parts [rows, ..] of values [rows, blocks, block]; of square blocks, [groups, rows, blocks, block].
 
-        Values of formats without blocks are [rows, K]. `amax` is None if no scale is shared, or rows have their own.
+        Values of formats without blocks are [rows, K]. `amax` is None if no scale is shared, or for the values' own.
+        `out` are contiguous parts that the last launch writes, if it can write all of them; they are then returned.
         """
-        return _module(self.module).encode(x, amax, **self.options), None
+        if amax is None and self.wide:
+            amax = _module("reductions").amax_parts(x)
+        return _module(self.module).encode(x, amax, out=out, **self.options), None
 
     def decode(self, payload: Tensor, *others: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the values [rows, K] of parts, ordered as their specs; the payload is [rows, blocks, bytes of one]."""

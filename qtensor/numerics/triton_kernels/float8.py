@@ -18,9 +18,11 @@ from qtensor.numerics.triton_kernels.launching import (
     ENCODED,
     MOST_IN_A_TILE,
     WARPS,
+    Parts,
     as_stored,
     encode_blocks,
     launch,
+    made,
     tile_of,
 )
 from qtensor.numerics.triton_kernels.pairs import (
@@ -28,35 +30,45 @@ from qtensor.numerics.triton_kernels.pairs import (
     INF_BITS,
     bits_of,
     blocks_at,
-    finite,
-    largest,
+    largest_number,
     number_of,
+    place,
     rounded,
+    whole,
 )
-from qtensor.numerics.triton_kernels.reductions import row_amax
+from qtensor.numerics.triton_kernels.reductions import amax_of_parts, row_amax
 
 LONGEST = 2**15  # elements of a row that the threads of a program hold
-REGISTERS = 128  # of a thread at most, so that a multiprocessor has two programs of 8 warps: one loads as one computes
+REGISTERS = 128  # of a thread at most, which a multiprocessor has for
+MOST_WARPS = 16
 WIDEST = 1024  # columns of a tile of many rows
 
 
-def encode(x: Tensor, amax: Tensor | None, *, element: torch.dtype, power_of_two: bool) -> dict[str, Tensor]:
-    """Return the parts of values [rows, K] under an amax, fp32 [] or [rows, 1]; None: of each row's own."""
+def encode(
+    x: Tensor, amax: Tensor | None, *, element: torch.dtype, power_of_two: bool, out: Parts = None
+) -> dict[str, Tensor]:
+    """Return the parts of values [rows, K] under an amax, fp32 [], [rows, 1] or, in parts of it, [parts].
+
+    None: under that of each row.
+    """
     length = x.shape[1]
     if amax is None and length <= LONGEST:
-        return encode_own(x.unsqueeze(1), element=element, power_of_two=power_of_two, square=1)
+        return encode_own(x.unsqueeze(1), element=element, power_of_two=power_of_two, square=1, out=out)
     wide = row_amax(x) if amax is None else amax
     parts = {
-        "payload": torch.empty(x.shape, dtype=element, device=x.device),
-        "scale": torch.empty(wide.shape, dtype=torch.float32, device=x.device),
+        "payload": made(out, "payload", x.shape, element, x.device),
+        "scale": made(out, "scale", wide.shape if wide.ndim == 2 else (), torch.float32, x.device),
     }
     e4m3 = element == torch.float8_e4m3fn
     stored = map(as_stored, parts.values())
-    launch_rows(_encode_under, ENCODED, x, wide, *stored, E4M3=e4m3, POWER_OF_TWO=power_of_two)
+    constants = {"E4M3": e4m3, "POWER_OF_TWO": power_of_two, "IN_PARTS": wide.ndim == 1}
+    launch_rows(_encode_under, ENCODED, x, wide, *stored, **constants)
     return parts
 
 
-def encode_own(x: Tensor, *, element: torch.dtype, power_of_two: bool, square: int) -> dict[str, Tensor]:
+def encode_own(
+    x: Tensor, *, element: torch.dtype, power_of_two: bool, square: int, out: Parts = None
+) -> dict[str, Tensor]:
     """Return the parts of values [.., blocks, block], each under its own amax; `square`: the rows of a block."""
     length = x.shape[-1]
     lanes = max(triton.next_power_of_2(length), 16)
@@ -69,7 +81,8 @@ def encode_own(x: Tensor, *, element: torch.dtype, power_of_two: bool, square: i
         scale=torch.float32,
         tile=elements // lanes,
         square=square,
-        num_warps=elements // tile_of(ENCODED, 1) * WARPS,
+        out=out,
+        num_warps=min(elements // tile_of(ENCODED, 1) * WARPS, MOST_WARPS),
         maxnreg=REGISTERS,
         E4M3=element == torch.float8_e4m3fn,
         POWER_OF_TWO=power_of_two,
@@ -87,13 +100,13 @@ def decode(payload: Tensor, scale: Tensor, *, dtype: torch.dtype, element: torch
 
 
 def launch_rows(kernel: Any, elements: int, first: Tensor, wide: Tensor, *others: Tensor, **constants: Any) -> None:
-    """Launch kernel(first, wide, *others, length, rows, ..) on tensors [rows, K]; `wide` is [] or [rows, 1].
+    """Launch kernel(first, wide, *others, length, rows, ..) on tensors [rows, K]; `wide` is [], [parts] or [rows, 1].
 
     A program has some rows of some columns, and each of its threads so many elements.
     """
     wide = wide.to(first.device).contiguous()
     rows, width, programs = tile_of_rows(first.shape, elements)
-    constants |= {"BY_ROW": wide.ndim > 0, "ROWS": rows, "WIDTH": width}
+    constants |= {"BY_ROW": wide.ndim == 2, "ROWS": rows, "WIDTH": width}
     launch(kernel, programs, first, wide, *others, first.shape[1], first.shape[0], **constants)
 
 
@@ -128,7 +141,7 @@ def _encode(
     lane = tl.arange(0, LANES)[None, :]
     lanes, known = at[:, None] * length + lane, there[:, None] & (lane < length)
     values = tl.load(x + (first * length + lanes), mask=known, other=0.0).to(tl.float32)
-    enc, dec = scales(largest(tl.abs(finite(values)), SQUARE), E4M3, POWER_OF_TWO)
+    enc, dec = scales(largest_number(tl.abs(whole(values)), SQUARE), E4M3, POWER_OF_TWO)
     tl.store(scale + (first + at), dec, mask=there)
     tl.store(payload + (first * length + lanes), fp8.code(values, enc[:, None], E4M3), mask=known)
 
@@ -144,10 +157,11 @@ def _encode_under(
     E4M3: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     BY_ROW: tl.constexpr,
+    IN_PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    row, column, there, lanes, known = rows_at(length, rows, ROWS, WIDTH)
+    row, column, there, lanes, known = rows_of(place(IN_PARTS), length, rows, ROWS, WIDTH)
     values = tl.load(x + (row.to(tl.int64) * length + column + lanes), mask=known, other=0.0).to(tl.float32)
     if BY_ROW:
         own = row + tl.arange(0, ROWS)
@@ -155,7 +169,8 @@ def _encode_under(
         tl.store(scale + own, dec, mask=there & (column == 0))
         enc = enc[:, None]
     else:
-        enc, dec = scales(tl.load(amax), E4M3, POWER_OF_TWO)
+        wide = amax_of_parts(amax) if IN_PARTS else tl.load(amax)
+        enc, dec = scales(wide, E4M3, POWER_OF_TWO)
         if tl.program_id(0) == 0:
             tl.store(scale, dec)
     code = fp8.code(values, enc, E4M3)
@@ -194,13 +209,19 @@ def scales(amax: tl.tensor, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> t
 
 @triton.jit
 def rows_at(length: tl.tensor, rows: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return (first row, first column of this program; which of its ROWS rows exist; its lanes; which of them exist).
+    """Return `rows_of` the tile of this program."""
+    return rows_of(tl.program_id(0), length, rows, ROWS, WIDTH)
+
+
+@triton.jit
+def rows_of(tile: tl.tensor, length: tl.tensor, rows: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return (first row, first column of a tile; which of its ROWS rows exist; its lanes; which of them exist).
 
     Lanes are counted from the first one.
     """
     across = tl.cdiv(length, WIDTH)
-    group = tl.program_id(0) // across
-    row, column = group * ROWS, (tl.program_id(0) - group * across) * WIDTH
+    group = tile // across
+    row, column = group * ROWS, (tile - group * across) * WIDTH
     at, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
     there = at < rows - row
     return row, column, there, at[:, None] * length + lane, there[:, None] & (lane < length - column)

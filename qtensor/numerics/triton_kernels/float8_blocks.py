@@ -7,16 +7,18 @@ from torch import Tensor
 
 from qtensor.numerics.triton_kernels import fp8
 from qtensor.numerics.triton_kernels.float8 import encode_own
-from qtensor.numerics.triton_kernels.launching import decode_blocks
+from qtensor.numerics.triton_kernels.launching import Parts, decode_blocks
 from qtensor.numerics.triton_kernels.pairs import blocks_at, pairs_at, rounded
 
 BLOCK = 128
 LANES = tl.constexpr(BLOCK)
 
 
-def encode(x: Tensor, amax: None, *, element: torch.dtype, square: bool, power_of_two: bool) -> dict[str, Tensor]:
+def encode(
+    x: Tensor, amax: None, *, element: torch.dtype, square: bool, power_of_two: bool, out: Parts = None
+) -> dict[str, Tensor]:
     """Return the parts of bf16, fp16 or fp32 values [.., blocks, 128]; no two blocks share an amax."""
-    return encode_own(x, element=element, power_of_two=power_of_two, square=BLOCK if square else 1)
+    return encode_own(x, element=element, power_of_two=power_of_two, square=BLOCK if square else 1, out=out)
 
 
 def decode(

@@ -1,7 +1,13 @@
-"""E4M3 and E5M2, as qtensor/spec/codecs/fp8.py defines them, by fp32 numbers whose bits are codes."""
+"""E4M3 and E5M2, as qtensor/spec/codecs/fp8.py defines them: by the hardware's conversion, or by bits of fp32 numbers.
+
+From compute capability 8.9 on, one instruction makes two codes of two numbers (cvt.rn.satfinite: to nearest, ties to
+even, saturating). Older parts, which have none, get the same codes from integers. `python -m
+tests.gpu_offline.conversions` compares both with the definition for all 2^32 fp32 numbers: none differs.
+"""
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from qtensor.numerics.triton_kernels.pairs import INF, NAN_BITS, bits_of, nearest, number_of
 
@@ -10,7 +16,25 @@ NAN_CODE = tl.constexpr(0x7F)  # of both
 
 @triton.jit
 def code(x: tl.tensor, enc: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
-    """Return the code nearest to x * enc, saturating, uint8; NaN if x is not finite.
+    """Return the code nearest to x * enc, saturating, uint8; NaN if x is not finite."""
+    return converted(x, enc, E4M3) if cuda_capability_geq(8, 9) else counted(x, enc, E4M3)
+
+
+@triton.jit
+def converted(x: tl.tensor, enc: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
+    """Return `code` by the hardware's conversion."""
+    if E4M3:
+        # 0 times what is not finite is NaN, of which E4M3 has one alone
+        code = tl.fma(x, 0.0, x * enc).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        # E5M2 has several, and nobody says which one it will be
+        code = tl.where(tl.abs(x) < INF, (x * enc).to(tl.float8e5).to(tl.uint8, bitcast=True), NAN_CODE)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def counted(x: tl.tensor, enc: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
+    """Return `code` by integers.
 
     With s the power of two below, but at least the smallest normal number 2^-b, steps are s / 2^m, and the code is
     their number + 2^m (log2(s) + b). The sum counts them in its low bits; what bits >> (23 - m) of s lacks to the rest,
@@ -37,12 +61,16 @@ def value(code: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def e4m3(x: tl.tensor) -> tl.tensor:
-    """Return (code, value) of the E4M3 number nearest to x, 0 <= x <= 448.
-
-    With s the power of two below, but at least 2^-6, steps are s / 8, and the code is their number + 8 (log2(s) + 6).
-    """
-    power, total = nearest(x, 0.015625, 1048576.0)
-    return bits_of(total) + (bits_of(power) >> 20) - 968, tl.fma(power, -1048576.0, total)
+    """Return (code, value) of the E4M3 number nearest to x, 0 <= x <= 448."""
+    if cuda_capability_geq(8, 9):
+        element = x.to(tl.float8e4nv)
+        code, value = element.to(tl.uint8, bitcast=True).to(tl.int32), element.to(tl.float32)
+    else:
+        # with s the power of two below, but at least 2^-6, steps are s / 8; the code is their number + 8 (log2(s) + 6)
+        power, total = nearest(x, 0.015625, 1048576.0)
+        code = bits_of(total) + (bits_of(power) >> 20) - 968
+        value = tl.fma(power, -1048576.0, total)
+    return code, value
 
 
 @triton.jit

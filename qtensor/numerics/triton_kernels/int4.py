@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.numerics.triton_kernels.launching import ENCODED, decode_blocks, encode_blocks, tile_of
+from qtensor.numerics.triton_kernels.launching import PACKED, Parts, decode_blocks, encode_blocks, tile_of
 from qtensor.numerics.triton_kernels.pairs import (
     INF,
     amax_of,
@@ -36,7 +36,7 @@ LARGER = tl.constexpr(2.0**64)
 WHOLE = tl.constexpr(1.5 * 2.0**23 + 8.0)  # added to q, the sum has q + 8 in its last bits
 
 
-def encode(x: Tensor, amax: None, *, group: int) -> dict[str, Tensor]:
+def encode(x: Tensor, amax: None, *, group: int, out: Parts = None) -> dict[str, Tensor]:
     """Return the parts of bf16, fp16 or fp32 values [rows, blocks, group]; no two groups share an amax.
 
     Tiles are half of other formats', since quotients take twice the registers.
@@ -46,8 +46,9 @@ def encode(x: Tensor, amax: None, *, group: int) -> dict[str, Tensor]:
         x,
         payload=torch.uint8,
         scale=torch.bfloat16,
-        tile=tile_of(ENCODED // 2, group),
+        tile=tile_of(PACKED // 2, group),
         PAIRS=group // 2,
+        out=out,
     )
 
 

@@ -1,14 +1,18 @@
 """Launches: one program for each tile of blocks, on the device and the stream of the tensors."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+Parts = Mapping[str, Tensor] | None  # where a kernel writes; None: into new ones
 ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 WARPS = 4  # of a program, unless a tile needs more
-ENCODED, DECODED = 64, 16  # elements of a thread; more have fewer instructions each, until registers run out
+# Elements of a thread; more have fewer instructions each, until registers run out. Packed codes have many, fp8 few:
+# there more threads load while others compute.
+ENCODED, PACKED, DECODED = 32, 64, 16
 MOST_BLOCKS = 2**31 - 2**16  # which a number of 32 bits counts, with those of the last program
 MOST_IN_A_TILE = 2**31  # lanes from the first to the last one of a tile, which such a number counts
 
@@ -21,9 +25,10 @@ def encode_blocks(
     scale: torch.dtype,
     tile: int,
     square: int = 1,
+    out: Parts = None,
     **constants: Any,
 ) -> dict[str, Tensor]:
-    """Launch kernel(values, payload, scale, *given, columns, blocks, TILE=tile, **constants); return the new parts.
+    """Launch kernel(values, payload, scale, *given, columns, blocks, TILE=tile, **constants); return the parts.
 
     A kernel makes a byte of each lane, which is a value or, if codes are packed, a word of two values, and a scale of
     each block. It stores numbers of less than 32 bits as integers, since older GPUs have no others.
@@ -36,6 +41,7 @@ def encode_blocks(
         scale: its dtype.
         tile: the blocks of a program.
         square: of how many rows blocks are.
+        out: parts that are there already, which the kernel writes.
         constants: of the kernel, and options of Triton's.
 
     Returns:
@@ -49,8 +55,8 @@ def encode_blocks(
     columns, each = lanes.shape[-2:]
     rows = lanes.numel() // (columns * each)
     parts = {
-        "payload": torch.empty(rows, columns * each, dtype=payload, device=x.device),
-        "scale": torch.empty(rows, columns, dtype=scale, device=x.device),
+        "payload": made(out, "payload", (rows, columns * each), payload, x.device),
+        "scale": made(out, "scale", (rows, columns), scale, x.device),
     }
     programs = tiles(rows, columns, square, tile, each)
     stored = map(as_stored, parts.values())
@@ -79,6 +85,11 @@ def decode_blocks(
     args = (as_stored(payload), as_stored(scale), values, *given, columns, rows * columns)
     launch(kernel, tiles(rows, columns, 1, tile, 1), *args, ELEMENT=ELEMENTS[dtype], TILE=tile, **constants)
     return values
+
+
+def made(out: Parts, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the memory that a kernel writes a part to: the part that is there, in this shape, or a new one."""
+    return torch.empty(shape, dtype=dtype, device=device) if out is None else out[name].view(shape)
 
 
 def as_stored(part: Tensor) -> Tensor:

@@ -6,16 +6,16 @@ import triton.language as tl
 from torch import Tensor
 
 from qtensor.numerics.triton_kernels import e2m1, e8m0
-from qtensor.numerics.triton_kernels.launching import ENCODED, decode_blocks, encode_blocks, tile_of
+from qtensor.numerics.triton_kernels.launching import PACKED, Parts, decode_blocks, encode_blocks, tile_of
 from qtensor.numerics.triton_kernels.pairs import (
     INF,
     amax_of,
     blocks_at,
-    byte_of,
-    finite,
     halves,
     joined,
+    number_amax_of,
     pairs_at,
+    whole,
 )
 
 BLOCK = 32
@@ -23,15 +23,16 @@ PAIRS = tl.constexpr(BLOCK // 2)
 SIXTH = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
 
 
-def encode(x: Tensor, amax: None, *, scale_rounding: str) -> dict[str, Tensor]:
+def encode(x: Tensor, amax: None, *, scale_rounding: str, out: Parts = None) -> dict[str, Tensor]:
     """Return the parts of bf16, fp16 or fp32 values [rows, blocks, 32]; no two blocks share an amax."""
     return encode_blocks(
         _encode,
         x,
         payload=torch.uint8,
         scale=torch.uint8,
-        tile=tile_of(ENCODED, BLOCK),
+        tile=tile_of(PACKED, BLOCK),
         UP=scale_rounding == "up",
+        out=out,
     )
 
 
@@ -54,15 +55,15 @@ def _encode(
     first, at, there = blocks_at(blocks, columns, 1, TILE)
     pairs, known = pairs_at(at, PAIRS), there[:, None]
     low, high = halves(tl.load(x + (first * PAIRS + pairs), mask=known, other=0), ELEMENT)
-    whole_low, whole_high = finite(low), finite(high)
+    whole_low, whole_high = whole(low), whole(high)
 
-    amax = amax_of(whole_low, whole_high, 1)
+    amax = number_amax_of(whole_low, whole_high, 1)
     code = e8m0.code_up(amax * SIXTH) if UP else e8m0.code_floor(amax, 2)
-    marked = tl.where(amax_of(low, high, 1) < INF, code, e8m0.NAN_CODE)
+    marked = tl.where(amax_of(whole_low, whole_high, 1) < INF, code, e8m0.NAN_CODE)
     tl.store(scale + (first + at), marked.to(tl.uint8), mask=there)
 
     enc = e8m0.power_of_two(254 - code)[:, None]
-    byte = byte_of(e2m1.code(whole_low, enc), e2m1.code(whole_high, enc))
+    byte = e2m1.byte(whole_low, whole_high, enc)
     tl.store(payload + (first * PAIRS + pairs), byte, mask=known)
 
 

@@ -6,16 +6,21 @@ import triton.language as tl
 from torch import Tensor
 
 from qtensor.numerics.triton_kernels import e8m0, fp8
-from qtensor.numerics.triton_kernels.launching import ENCODED, decode_blocks, encode_blocks, tile_of
-from qtensor.numerics.triton_kernels.pairs import INF, blocks_at, finite, largest, pairs_at, rounded
+from qtensor.numerics.triton_kernels.launching import ENCODED, WARPS, Parts, decode_blocks, encode_blocks, tile_of
+from qtensor.numerics.triton_kernels.pairs import INF, blocks_at, largest, largest_number, pairs_at, rounded, whole
 
 BLOCK = 32
 LANES = tl.constexpr(BLOCK)
+ROW_WARPS = (
+    2  # of a program that has rows' blocks, which no other warp waits for: the fastest of those tried on an H200
+)
 E4M3_RECIPROCAL = tl.constexpr(0.0022321429569274187)  # fp32(1 / 448)
 E5M2_RECIPROCAL = tl.constexpr(1.743861685099546e-05)  # fp32(1 / 57344)
 
 
-def encode(x: Tensor, amax: None, *, element: torch.dtype, square: bool, scale_rounding: str) -> dict[str, Tensor]:
+def encode(
+    x: Tensor, amax: None, *, element: torch.dtype, square: bool, scale_rounding: str, out: Parts = None
+) -> dict[str, Tensor]:
     """Return the parts of bf16, fp16 or fp32 values [.., blocks, 32]; no two blocks share an amax."""
     size = BLOCK if square else 1
     return encode_blocks(
@@ -23,11 +28,13 @@ def encode(x: Tensor, amax: None, *, element: torch.dtype, square: bool, scale_r
         x,
         payload=element,
         scale=torch.uint8,
-        tile=tile_of(ENCODED, BLOCK),
+        tile=tile_of(ENCODED, BLOCK) if square else tile_of(ENCODED, BLOCK) * ROW_WARPS // WARPS,
         square=size,
+        num_warps=WARPS if square else ROW_WARPS,
         E4M3=element == torch.float8_e4m3fn,
         UP=scale_rounding == "up",
         SQUARE=size,
+        out=out,
     )
 
 
@@ -54,7 +61,7 @@ def _encode(
     lanes, known = pairs_at(at, LANES), there[:, None]
     values = tl.load(x + (first * LANES + lanes), mask=known, other=0.0).to(tl.float32)
 
-    amax = largest(tl.abs(finite(values)), SQUARE)
+    amax = largest_number(tl.abs(whole(values)), SQUARE)
     if UP:
         code = e8m0.code_up(amax * (E4M3_RECIPROCAL if E4M3 else E5M2_RECIPROCAL))
     else:

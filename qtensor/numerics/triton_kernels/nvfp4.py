@@ -7,11 +7,13 @@ from torch import Tensor
 
 from qtensor.numerics.triton_kernels import e2m1, fp8
 from qtensor.numerics.triton_kernels.launching import (
-    ENCODED,
+    PACKED,
     WARPS,
+    Parts,
     decode_blocks,
     encode_blocks,
     launch,
+    made,
     tile_of,
 )
 from qtensor.numerics.triton_kernels.pairs import (
@@ -19,12 +21,15 @@ from qtensor.numerics.triton_kernels.pairs import (
     INF,
     amax_of,
     blocks_at,
-    byte_of,
-    finite,
+    blocks_of,
     halves,
     joined,
+    number_amax_of,
     pairs_at,
+    place,
+    whole,
 )
+from qtensor.numerics.triton_kernels.reductions import amax_of_parts
 
 BLOCK = 16
 PAIRS = tl.constexpr(BLOCK // 2)
@@ -33,12 +38,17 @@ LARGEST = tl.constexpr(2688.0)  # 448 * 6
 SIXTH = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
 
 
-def encode(x: Tensor, amax: Tensor | None, *, square: bool) -> dict[str, Tensor]:
-    """Return the parts of bf16, fp16 or fp32 values [.., blocks, 16] under an amax, fp32 [] or [rows, 1]."""
-    assert amax is not None
+def encode(x: Tensor, amax: Tensor, *, square: bool, out: Parts = None) -> dict[str, Tensor]:
+    """Return the parts of bf16, fp16 or fp32 values [.., blocks, 16] under an amax.
+
+    It is fp32 [], [rows, 1] or, in parts of it, [parts].
+    """
     wide = amax.to(x.device).contiguous()
-    global_scale = torch.empty(wide.shape, dtype=torch.float32, device=x.device)
-    if wide.ndim:
+    by_row = wide.ndim == 2
+    if by_row:
+        out = None  # not half of them, if the second launch fails
+    global_scale = made(out, "global_scale", wide.shape if by_row else (), torch.float32, x.device)
+    if by_row:
         amax, wide = wide, torch.empty_like(wide)
         launch(_global_scales, triton.cdiv(wide.numel(), ROWS), *(amax, wide, global_scale, wide.numel()), ROWS=ROWS)
     parts = encode_blocks(
@@ -48,9 +58,11 @@ def encode(x: Tensor, amax: Tensor | None, *, square: bool) -> dict[str, Tensor]
         global_scale,
         payload=torch.uint8,
         scale=torch.float8_e4m3fn,
-        tile=tile_of(ENCODED, BLOCK),
+        tile=tile_of(PACKED, BLOCK),
         square=BLOCK if square else 1,
-        BY_ROW=wide.ndim > 0,
+        out=out,
+        BY_ROW=by_row,
+        IN_PARTS=wide.ndim == 1,
         SQUARE=BLOCK if square else 1,
     )
     return {**parts, "global_scale": global_scale}
@@ -73,30 +85,31 @@ def _encode(
     blocks: tl.tensor,
     ELEMENT: tl.constexpr,
     BY_ROW: tl.constexpr,
+    IN_PARTS: tl.constexpr,
     SQUARE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     """Encode a tile. `wide` is the amax of all values or, by row, S, whose inverse is in `global_scale` already."""
-    first, at, there = blocks_at(blocks, columns, SQUARE, TILE)
+    first, at, there = blocks_of(place(IN_PARTS), blocks, columns, SQUARE, TILE)
     pairs, known = pairs_at(at, PAIRS), there[:, None]
     low, high = halves(tl.load(x + (first * PAIRS + pairs), mask=known, other=0), ELEMENT)
-    whole_low, whole_high = finite(low), finite(high)
+    whole_low, whole_high = whole(low), whole(high)
 
     if BY_ROW:
         row = (first.to(tl.int32) + at) // columns
         enc = tl.load(wide + row, mask=there, other=1.0)
         dec = tl.load(global_scale + row, mask=there, other=1.0)
     else:
-        enc, dec = global_scales(tl.load(wide))
+        enc, dec = global_scales(amax_of_parts(wide) if IN_PARTS else tl.load(wide))
         if tl.program_id(0) == 0:
             tl.store(global_scale, dec)
 
-    code, rounded = fp8.e4m3(tl.minimum(amax_of(whole_low, whole_high, SQUARE) * (enc * SIXTH), 448.0))
-    code = tl.where(amax_of(low, high, SQUARE) < INF, code, fp8.NAN_CODE)
+    code, rounded = fp8.e4m3(tl.minimum(number_amax_of(whole_low, whole_high, SQUARE) * (enc * SIXTH), 448.0))
+    code = tl.where(amax_of(whole_low, whole_high, SQUARE) < INF, code, fp8.NAN_CODE)
     tl.store(scale + (first + at), code.to(tl.uint8), mask=there)
 
     enc = tl.minimum(tl.math.div_rn(1.0, rounded * dec), FLT_MAX)[:, None]
-    byte = byte_of(e2m1.code(whole_low, enc), e2m1.code(whole_high, enc))
+    byte = e2m1.byte(whole_low, whole_high, enc)
     tl.store(payload + (first * PAIRS + pairs), byte, mask=known)
 
 

@@ -26,21 +26,35 @@ def number_of(bits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def place(LAST_FIRST: tl.constexpr) -> tl.tensor:
+    """Return which tile this program has; the last one is the first to begin if a kernel before it ended there."""
+    return tl.num_programs(0) - 1 - tl.program_id(0) if LAST_FIRST else tl.program_id(0)
+
+
+@triton.jit
 def blocks_at(blocks: tl.tensor, columns: tl.tensor, SQUARE: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
-    """Return (first block of this program, int64; its blocks, counted from there; which of them there are).
+    """Return `blocks_of` the tile of this program."""
+    return blocks_of(tl.program_id(0), blocks, columns, SQUARE, TILE)
+
+
+@triton.jit
+def blocks_of(
+    tile: tl.tensor, blocks: tl.tensor, columns: tl.tensor, SQUARE: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """Return (first block of a tile, int64; its blocks, counted from there; which of them there are).
 
     A tile is TILE blocks that follow each other or, for square blocks, TILE // SQUARE blocks of each of SQUARE rows.
     `columns` is how many blocks a row has, `blocks` how many there are.
     """
     if SQUARE == 1:
-        first = tl.program_id(0).to(tl.int64) * TILE
+        first = tile.to(tl.int64) * TILE
         at = tl.arange(0, TILE)
         there = at < tl.minimum(blocks - first, TILE).to(tl.int32)
     else:
         WIDTH: tl.constexpr = TILE // SQUARE
         tiles = tl.cdiv(columns, WIDTH)
-        group = tl.program_id(0) // tiles
-        column = (tl.program_id(0) - group * tiles) * WIDTH
+        group = tile // tiles
+        column = (tile - group * tiles) * WIDTH
         first = (group * SQUARE).to(tl.int64) * columns + column
         across = tl.arange(0, TILE) % WIDTH
         at = tl.arange(0, TILE) // WIDTH * columns + across
@@ -92,6 +106,18 @@ def finite(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def whole(x: tl.tensor) -> tl.tensor:
+    """Return x, with NaN in place of what is not finite."""
+    return tl.fma(x, 0.0, x)
+
+
+@triton.jit
+def larger_number(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Return the larger of two numbers, or the one that is no NaN."""
+    return tl.maximum(a, b)
+
+
+@triton.jit
 def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -103,9 +129,26 @@ def amax_of(low: tl.tensor, high: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def number_amax_of(low: tl.tensor, high: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
+    """Return the largest magnitude of each block's elements that are no NaN, [TILE]; 0 if there is none."""
+    return largest_number(larger_number(tl.abs(low), tl.abs(high)), SQUARE)
+
+
+@triton.jit
 def largest(magnitudes: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
     """Return the largest of each block's magnitudes [TILE, lanes]."""
-    amax = tl.reduce(magnitudes, 1, _larger)
+    return _of_square(tl.reduce(magnitudes, 1, _larger), SQUARE)
+
+
+@triton.jit
+def largest_number(magnitudes: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
+    """Return the largest of each block's magnitudes [TILE, lanes] that are no NaN; 0 if there is none."""
+    return _of_square(tl.maximum(tl.reduce(magnitudes, 1, larger_number), 0.0), SQUARE)
+
+
+@triton.jit
+def _of_square(amax: tl.tensor, SQUARE: tl.constexpr) -> tl.tensor:
+    """Return the largest of the rows' amaxes of each square block, in each of its rows."""
     if SQUARE > 1:
         rows = tl.reshape(amax, [SQUARE, amax.shape[0] // SQUARE])
         amax = tl.reshape(tl.broadcast_to(tl.reduce(rows, 0, _larger)[None, :], rows.shape), amax.shape)
