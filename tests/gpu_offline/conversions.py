@@ -5,7 +5,8 @@
 
 `e4m3` and `e5m2` are the hardware's, as `to_float8` in interpreted.py models what PTX says of it. With `-kernel`, the
 function that kernels call runs in Triton's interpreter instead; with `-old` the one of parts that have not the
-instruction (fp8: below 8.9, by integers; e2m1: below 10.0, by sums). A sample of all runs with the tests.
+instruction (fp8: below 8.9, by integers; e2m1: below 10.0, by sums, two codes at once, or one with `-one`). A sample
+of all runs with the tests.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtensor.numerics.triton_kernels import e2m1, fp8
-from qtensor.numerics.triton_kernels.pairs import whole
+from qtensor.numerics.triton_kernels.pairs import byte_of, whole
 from qtensor.spec.blocks import finite
 from qtensor.spec.codecs import e2m1 as defined_e2m1
 from qtensor.spec.codecs import fp8 as defined_fp8
@@ -50,7 +51,7 @@ def differing(conversion: str, first: int, numbers: int = CHUNK) -> int:
     found = torch.empty(wanted.shape, dtype=torch.uint8)
     with np.errstate(all="ignore"):
         if element == "e2m1":
-            _bytes[(1,)](x, found, old=how == "old", tile=len(found))
+            _bytes[(1,)](x, found, way=how, tile=len(found))
         else:
             _codes[(1,)](x, found, e4m3=element == "e4m3", old=how == "old", tile=len(found))
     return int((found != wanted).sum())
@@ -70,10 +71,16 @@ def _codes(x: tl.tensor, codes: tl.tensor, e4m3: tl.constexpr, old: tl.constexpr
 
 
 @triton.jit
-def _bytes(x: tl.tensor, codes: tl.tensor, old: tl.constexpr, tile: tl.constexpr) -> None:
+def _bytes(x: tl.tensor, codes: tl.tensor, way: tl.constexpr, tile: tl.constexpr) -> None:
     at = tl.arange(0, tile)
     low, high = whole(tl.load(x + 2 * at)), whole(tl.load(x + 2 * at + 1))
-    tl.store(codes + at, e2m1.summed(low, high, 1.0) if old else e2m1.converted(low, high))
+    if way == "kernel":
+        both = e2m1.converted(low, high)
+    elif way == "old":
+        both = e2m1.summed(low, high, 1.0)
+    else:
+        both = byte_of(e2m1.code(low, 1.0), e2m1.code(high, 1.0))
+    tl.store(codes + at, both)
 
 
 def main() -> None:

@@ -22,7 +22,17 @@ PLACES = (
     *(0x3F9FE000, 0x3FDFE000, 0x3FFFE000, 0x401FE000, 0x405FE000, 0x409FE000, 0x40BFE000, 0x43DFE000, 0x43E7E000),
     *(0x475FE000, 0x476FE000, 0x7F7FE000, 0x7FBFE000),
 )
-CONVERSIONS = ("e4m3", "e5m2", "e4m3-kernel", "e5m2-kernel", "e2m1-kernel", "e4m3-old", "e5m2-old", "e2m1-old")
+CONVERSIONS = (
+    "e4m3",
+    "e5m2",
+    "e4m3-kernel",
+    "e5m2-kernel",
+    "e2m1-kernel",
+    "e4m3-old",
+    "e5m2-old",
+    "e2m1-old",
+    "e2m1-one",
+)
 FP8, FP4 = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e2m1x2.f32"
 
 
