@@ -5,7 +5,7 @@
 
 `e4m3` and `e5m2` are the hardware's, as `to_float8` in interpreted.py models what PTX says of it. With `-kernel`, the
 function that kernels call runs in Triton's interpreter instead; with `-old` the one of parts that have not the
-instruction (fp8: below 8.9, by integers; e2m1: below 10.0, by sums, two codes at once, or one with `-one`). A sample
+instruction (fp8: below 9.0, by integers; e2m1: below 10.0, by sums, two codes at once, or one with `-one`). A sample
 of all runs with the tests.
 """
 

@@ -5,12 +5,14 @@ All 2^32 fp32 numbers went through conversions.py, which says how.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from qtensor import MXFP8BlockScaling
 from tests.gpu_offline.interpreted import Interpreter, to_float8
 from tests.gpu_offline.recipes import RECIPES
 
@@ -33,7 +35,8 @@ CONVERSIONS = (
     "e2m1-old",
     "e2m1-one",
 )
-FP8, FP4 = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e2m1x2.f32"
+FP8, E5M2 = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"
+FP4 = "cvt.rn.satfinite.e2m1x2.f32"
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +94,18 @@ def compiled(name: str, capability: int) -> Any:
     from tests.gpu_offline.assembled import compiled_by_hand
     from tests.gpu_offline.measured import Meter
 
-    launch = Meter().calls(RECIPES[name])["quantize"].launches[-1]
+    recipe = MXFP8BlockScaling(element="e5m2") if name == "e5m2" else RECIPES[name]
+    launch = Meter().calls(recipe)["quantize"].launches[-1]
     return compiled_by_hand(*launch.assembled.__wrapped__.args, capability)
 
 
-@pytest.mark.parametrize("name", ["mxfp8_row", "float8_row", "float8_tensor", "nvfp4_row", "mxfp4_up"])
+@pytest.mark.parametrize("name", ["mxfp8_row", "float8_row", "float8_tensor", "nvfp4_row", "mxfp4_up", "e5m2"])
 def test_the_hardware_converts_where_it_can(name: str) -> None:
-    """By instructions that saturate, two numbers at a time; older GPUs have none, and Triton not the types."""
+    """By instructions that saturate, two fp32 numbers at a time. For 8.9 Triton would round to fp16 on the way."""
     for capability in (80, 89, 90, 100, 120):
         ptx = compiled(name, capability).asm["ptx"]
-        assert (FP8 in ptx) == (capability >= 89 and name != "mxfp4_up"), capability
+        assert (FP8 in ptx or E5M2 in ptx) == (capability >= 90 and name != "mxfp4_up"), capability
+        assert not re.search(r"cvt\S+e[45]m[32]x2\.f16x2", ptx), capability
         assert (FP4 in ptx) == (capability >= 100 and name in ("nvfp4_row", "mxfp4_up")), capability
 
 

@@ -32,7 +32,7 @@ fp8, e2m1, e8m0. What they share: launching, pairs (blocks, two codes at a time)
 round are written by ../triton_transposes.py.
 
 How bytes stay the same. No operation is contracted unless the code says `fma`, denormals are kept, divisions round
-once, and signs are bits. From compute capability 8.9 on the hardware converts to fp8; the kernel asks for which part it
+once, and signs are bits. From compute capability 9.0 on the hardware converts to fp8; the kernel asks for which part it
 is compiled. Older GPUs have the kernels, too, with fp8 numbers made of integers.
 
 What they wait for. A multiprocessor of Hopper has 128 units for sums and products of fp32, and half as many for

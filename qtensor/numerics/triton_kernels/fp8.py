@@ -1,7 +1,8 @@
 """E4M3 and E5M2, as qtensor/spec/codecs/fp8.py defines them: by the hardware's conversion, or by bits of fp32 numbers.
 
-From compute capability 8.9 on, one instruction makes two codes of two numbers (cvt.rn.satfinite: to nearest, ties to
-even, saturating). Older parts, which have none, get the same codes from integers. `python -m
+From compute capability 9.0 on, one instruction makes two codes of two numbers (cvt.rn.satfinite: to nearest, ties to
+even, saturating). Older parts get the same codes from integers: before 8.9 they have none, and for 8.9 Triton rounds to
+fp16 first, which is not the same. `python -m
 tests.gpu_offline.conversions` compares both with the definition for all 2^32 fp32 numbers: none differs.
 """
 
@@ -17,7 +18,7 @@ NAN_CODE = tl.constexpr(0x7F)  # of both
 @triton.jit
 def code(x: tl.tensor, enc: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
     """Return the code nearest to x * enc, saturating, uint8; NaN if x is not finite."""
-    return converted(x, enc, E4M3) if cuda_capability_geq(8, 9) else counted(x, enc, E4M3)
+    return converted(x, enc, E4M3) if cuda_capability_geq(9, 0) else counted(x, enc, E4M3)
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def value(code: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
 @triton.jit
 def e4m3(x: tl.tensor) -> tl.tensor:
     """Return (code, value) of the E4M3 number nearest to x, 0 <= x <= 448."""
-    if cuda_capability_geq(8, 9):
+    if cuda_capability_geq(9, 0):
         element = x.to(tl.float8e4nv)
         code, value = element.to(tl.uint8, bitcast=True).to(tl.int32), element.to(tl.float32)
     else:
