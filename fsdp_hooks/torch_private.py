@@ -30,6 +30,7 @@ __all__ = [
     "TorchDispatchMode",
     "apply_to_tensors",
     "asking_package",
+    "below_autograd",
     "compute_local_shape_and_global_offset",
     "constant_in_graphs",
     "cpu_by_default",
@@ -149,8 +150,10 @@ def is_watched() -> bool:
     """
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return any(not isinstance(mode, DeviceContext) for mode in modes)
+    modes = torch._C._len_torch_function_stack()
+    return modes > 0 and any(
+        not isinstance(torch._C._get_function_stack_at(mode), DeviceContext) for mode in range(modes)
+    )
 
 
 def is_zero_tensor(tensor: Tensor) -> bool:
@@ -170,6 +173,11 @@ def mark_rows_dynamic(tensor: Tensor) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
+# Inside nothing that is computed has a history or a base, and no write is counted. torch's public no_grad makes views
+# that refuse to be written in place, and takes ten times as long.
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+
+
 @contextmanager
 def one_dispatch_state(device_type: str) -> Iterator[None]:
     """Enter one state for operations on plain tensors, wherever called: no autograd, view tracking or autocast.
@@ -182,7 +190,7 @@ def one_dispatch_state(device_type: str) -> Iterator[None]:
     with (
         torch.no_grad(),
         torch._C._EnableTorchFunction(),
-        torch._C._AutoDispatchBelowADInplaceOrView(),
+        below_autograd(),
         torch.autocast(device_type, enabled=False) if autocast else nullcontext(),
     ):
         yield

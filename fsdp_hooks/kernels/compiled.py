@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fsdp_hooks.torch_private import is_tracing, is_watched, mark_rows_dynamic, one_dispatch_state
+from fsdp_hooks.torch_private import below_autograd, is_tracing, is_watched, mark_rows_dynamic, one_dispatch_state
 
 LOG = logging.getLogger(__name__)
 
@@ -150,14 +150,25 @@ class Kernel:
         # by layout of the arguments; None: any
         self._compiled: dict[Layout | None, Callable[..., Any]] = {}
         self._failed = False
+        # what callers know of code written by hand, by how arguments lie in memory
+        self.known: dict[Any, Any] = {}
         # ids of functions in _compiled that have run: the next call compiles little
         self._worked: set[int] = set()
 
     def __call__(self, *args: Any, out: Any = None) -> Any:
         """Return `fn(*args)`; code written by hand may write it into `out`, and then returns that."""
-        # subclasses among the arguments are somebody's way of watching or faking tensors
-        if not self.compiles(args[0]) or any(isinstance(arg, Tensor) and type(arg) is not Tensor for arg in args):
-            return self.eager(*args)
+        return self.run(*args, out=out) if self.compiles(args[0]) else self.eager(*args)
+
+    def run(self, *args: Any, out: Any = None) -> Any:
+        """Do the same where `compiles`, or `would_compile`, has just said yes to the first of them."""
+        for arg in args:
+            # subclasses are somebody's way of watching or faking tensors
+            if type(arg) is not Tensor and isinstance(arg, Tensor):
+                return self.eager(*args)
+        # it reads memory, whatever the state; the tensors that it makes are to have no base and no history
+        if self.has_by_hand(args[0]):
+            with below_autograd():
+                return self._run(args, self.by_hand, out)
         # dynamo would compile again for each state in which it is called
         with one_dispatch_state(args[0].device.type):
             # detach() in this state makes aliases without a base; dynamo would also guard on a base's shape
@@ -166,7 +177,7 @@ class Kernel:
 
     def compiled_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the function that compiles, or has compiled, for such arguments; it may mark them for the compiler."""
-        if self.by_hand is not None and args[0].device.type in BY_HAND_ON:
+        if self.by_hand is not None and self.has_by_hand(args[0]):
             return self.by_hand
         layout = None if args[0].device.type == "cpu" else _layout(args)
         # a model has fewer row lengths: one that goes on making them gets the dynamic code
@@ -196,25 +207,26 @@ class Kernel:
 
     def compiles(self, large: Tensor) -> bool:
         """Return whether a call with `large` as its first argument runs compiled, under the current policy."""
+        return self.would_compile(large) and not is_tracing()
+
+    def has_by_hand(self, large: Tensor) -> bool:
+        """Return whether what runs compiled for `large` is code written by hand."""
+        return self.by_hand is not None and large.device.type in BY_HAND_ON
+
+    def would_compile(self, large: Tensor) -> bool:
+        """Return whether such a call `compiles` if nobody traces."""
         mode = use_kernels.mode
-        if mode == "eager":
+        if mode == "eager" or type(large) is not Tensor:
             return False
-        if mode == "auto" and (
-            large.numel() * self._elements < COMPILED_FROM or self._failed or Kernel.failed is not None
-        ):
+        elements = large.numel() * self._elements
+        if mode == "auto" and (elements < COMPILED_FROM or self._failed or Kernel.failed is not None):
             return False
-        if large.device.type not in COMPILED_ON or large.numel() == 0 or type(large) is not Tensor:
-            return False
-        return not is_tracing() and not is_watched()
+        return elements > 0 and large.device.type in COMPILED_ON and not is_watched()
 
-    def runs_by_hand(self, large: Tensor) -> bool:
-        """Return whether a call with `large` as its first argument runs what was written by hand."""
-        return self.by_hand is not None and large.device.type in BY_HAND_ON and self.compiles(large)
-
-    def _run(self, args: tuple[Any, ...], out: Any) -> Any:
-        compiled: Callable[..., Any] | None = None
+    def _run(self, args: tuple[Any, ...], compiled: Callable[..., Any] | None = None, out: Any = None) -> Any:
         try:
-            compiled = self.compiled_for(args)
+            if compiled is None:
+                compiled = self.compiled_for(args)
             given = {"out": out} if out is not None and compiled is self._given else {}
             if id(compiled) in self._worked:
                 return compiled(*args, **given)
@@ -235,7 +247,7 @@ class Kernel:
                     f"torch.compile's runs from here on: the same bytes. {VARIABLE}=compiled shows the error.",
                     stacklevel=3,
                 )
-                return self._run(args, None)
+                return self.run(*args)
             result = self.eager(*args)
             # this kernel only: it had too many kinds of inputs, for example
             alone = Kernel.works

@@ -18,6 +18,7 @@ parts, though nobody uses them: this makes inductor compute them once a block in
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import ragged, triton_kernels
 from qtensor.numerics.in_place import are_written, writable_parts
+from qtensor.numerics.replays import replayed
 from qtensor.numerics.tiles import (
     CHUNK,
     CHUNK_ELSEWHERE,
@@ -180,25 +182,39 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
         return torch.empty(logical_shape(parts["payload"], recipe), dtype=dtype, device="meta")
     if _runs_as_defined(parts["payload"]):
         return _round_once(format_of(recipe).decode(parts, recipe), dtype)
-    shape = logical_shape(parts["payload"], recipe)
-    wide = tensor_wide(recipe)
-    kernel = _decode_kernel(recipe.stored, dtype, per_row=wide is not None and parts[wide].ndim > 0)
-    specs = _decoded_specs(recipe)
-    payload, *others = [part_rows(parts[spec.name], spec, shape) for spec in specs]
-    # likewise
-    if payload.shape[1] % packed_block(recipe) and kernel.compiles(payload):
-        given = {spec.name: part for spec, part in zip(specs, (payload, *others), strict=True)}
-        return _decode_ragged(given, recipe, shape, dtype)
+    how, held = _decoding(recipe), parts["payload"].shape
+    shape = held if how.packing == 1 else torch.Size((*held[:-1], held[-1] * how.packing))
+    kernel = _decode_kernel(how.stored, dtype, per_row=how.wide is not None and parts[how.wide].ndim > 0)
+    if kernel.would_compile(parts["payload"]):
+        if kernel.has_by_hand(parts["payload"]):
+            given = [parts[spec.name] for spec in how.specs]
+            (values,) = replayed(kernel, given, lambda: [_decode_whole(kernel, parts, recipe, shape, dtype)])
+            return values
+        return _decode_whole(kernel, parts, recipe, shape, dtype)
+    payload, *others = [part_rows(parts[spec.name], spec, shape) for spec in how.specs]
     pieces = list(pieces_of(payload, 1, kernel))
-    tiles = [cut_into_tiles(payload[piece], packed_block(recipe)) for piece in pieces]
+    tiles = [cut_into_tiles(payload[piece], how.block) for piece in pieces]
     if len(pieces) == 1:
-        # not a view: autograd would refuse in-place writes to one
-        return torch.ops.aten._unsafe_view(kernel(tiles[0], *others), shape)  # type: ignore[no-any-return]
+        return torch.ops.aten._unsafe_view(kernel(tiles[0], *others), shape)  # type: ignore[no-any-return] # likewise
     values = torch.empty(shape, dtype=dtype, device=payload.device)
     flat = values.view(-1, shape[-1])
     for piece, tile in zip(pieces, tiles, strict=True):
         flat[piece].copy_(kernel(tile, *(own_rows(part, piece) for part in others)))
     return values
+
+
+def _decode_whole(
+    kernel: Kernel, parts: Mapping[str, Tensor], recipe: Recipe, shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
+    """Decode all rows by one call, two if they end in a smaller block."""
+    how = _decoding(recipe)
+    payload, *others = [part_rows(parts[spec.name], spec, shape) for spec in how.specs]
+    if payload.shape[1] % how.block:
+        given = {spec.name: part for spec, part in zip(how.specs, (payload, *others), strict=True)}
+        return _decode_ragged(given, recipe, shape, dtype)
+    values = kernel.run(cut_into_tiles(payload, how.block), *others)
+    # not a view: autograd would refuse in-place writes to one
+    return values if values.shape == shape else torch.ops.aten._unsafe_view(values, shape)  # type: ignore[no-any-return]
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -291,6 +307,22 @@ def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided
     return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", run, elements=elements, narrow=narrow)
 
 
+class _Decoding(NamedTuple):
+    """What a decode under a recipe needs to know."""
+
+    stored: Recipe
+    specs: list[PartSpec]
+    wide: str | None  # the name of the tensor-wide part
+    block: int  # entries of a row of the payload that share a scale
+    packing: int  # elements in an entry
+
+
+@functools.cache
+def _decoding(recipe: Recipe) -> _Decoding:
+    specs = _decoded_specs(recipe)
+    return _Decoding(recipe.stored, specs, tensor_wide(recipe), packed_block(recipe), specs[0].block)
+
+
 def _by_hand(recipe: Recipe, dtype: torch.dtype) -> triton_kernels.ByHand | None:
     """Return the kernels for GPUs that somebody wrote for a recipe, if they could run."""
     return format_of(recipe).by_hand(recipe) if _takes_by_hand(dtype) else None
@@ -322,9 +354,11 @@ def _runs_as_defined(x: Tensor) -> bool:
     # asked first: reading the size would put a guard on it into the caller's graph
     if is_tracing() or is_armed():
         return True
+    numel = x.numel()
+    if numel >= COMPILED_FROM or numel == 0:
+        return numel == 0
     # a byte may hold two elements
-    small = min(COMPILED_FROM, CHUNK.get(x.device.type, CHUNK_ELSEWHERE) // 2)
-    return x.numel() == 0 or (use_kernels.mode != "compiled" and x.numel() < small)
+    return use_kernels.mode != "compiled" and numel < CHUNK.get(x.device.type, CHUNK_ELSEWHERE) // 2
 
 
 def _finds_amax_by_hand(x: Tensor, recipe: Recipe) -> bool:
@@ -365,6 +399,8 @@ def _over_rows(
                 return dict(own)
         else:
             found = _over_flat(kernel, flat, recipe, args, group)
+    if x.ndim == 2:
+        return found
     return {
         name: part.reshape(*x.shape[:-1], part.shape[-1]) if part.ndim == 2 else part for name, part in found.items()
     }
@@ -375,6 +411,15 @@ def _over_flat(
 ) -> dict[str, Tensor]:
     """Return the parts of [rows, K]."""
     block = block_multiple(recipe)
+    if not flat.shape[0] % group and kernel.compiles(flat) and kernel.has_by_hand(flat):
+        names = [spec.name for spec in specs_of(recipe)]
+
+        def call() -> list[Tensor]:
+            parts, _ = kernel.run(cut_into_tiles(flat, block, group), *args)
+            return [parts[name] for name in names]
+
+        given = [flat, *(arg for arg in args if arg is not None)]
+        return dict(zip(names, replayed(kernel, given, call), strict=True))
     found: dict[str, Tensor] = {}
     for piece in pieces_of(flat, group, kernel):
         parts, _ = kernel(cut_into_tiles(flat[piece], block, group), *(own_rows(arg, piece) for arg in args))

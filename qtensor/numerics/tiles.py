@@ -21,9 +21,12 @@ def chunk_of(device: torch.device) -> int:
 
 def rows_of(x: Tensor) -> Tensor:
     """Return [.., N, K] as [rows, K], contiguous and aligned to 8-byte words."""
-    x = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    # a weight's parts are that already
+    if x.ndim != 2 or x.requires_grad or not x.is_contiguous():
+        x = x.detach().reshape(-1, x.shape[-1]).contiguous()
     # kernels read words of 8 bytes
-    return x.clone() if x.storage_offset() * x.itemsize % 8 else x
+    offset = x.storage_offset()
+    return x.clone() if offset and offset * x.itemsize % 8 else x
 
 
 def part_rows(part: Tensor, spec: PartSpec, shape: Sequence[int]) -> Tensor:

@@ -140,6 +140,7 @@ def _ragged(recipe: Recipe) -> bool:
     return any(spec.ragged for spec in specs_of(recipe))
 
 
+@functools.cache
 def tensor_wide(recipe: Recipe) -> str | None:
     """The name of the part that is the tensor-wide scale, None for formats without one."""
     return next((spec.name for spec in specs_of(recipe) if not spec.per_row), None)
@@ -199,6 +200,8 @@ def check_shape(shape: Sequence[int], recipe: Recipe, what: str = "tensor", *, f
 def logical_shape(payload: Tensor, recipe: Recipe) -> torch.Size:
     """Shape of the tensor whose payload this is; the payload may pack several elements into a byte."""
     packing = specs_of(recipe)[0].block
+    if packing == 1:
+        return payload.shape
     return torch.Size((*payload.shape[:-1], payload.shape[-1] * packing))
 
 

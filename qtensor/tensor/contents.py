@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fsdp_hooks.torch_private import without_torch_function
 from fsdp_hooks.versions import count_writes
 from qtensor.numerics import exact, kernels
 from qtensor.spec.blocks import BlockFacts
@@ -84,22 +85,34 @@ def shared_scale(q: "QuantizedTensor") -> Tensor:
 
 def parts_per_row(q: "QuantizedTensor") -> dict[str, Tensor]:
     """Return the parts, with the vector of a gathered weight's tensor-wide part spread over the rows ([N, 1, ..])."""
+    parts, shards = q.parts(), q._sharding.shards
     # shards that do not agree yet keep their own scales in a gather: each row takes that of its shard
-    parts, shards, wide = q.parts(), q._sharding.shards, tensor_wide(q.recipe)
-    if shards is not None and wide is not None:
+    if shards is not None and (wide := tensor_wide(q.recipe)) is not None:
+        if parts[wide].shape[0] == 1:
+            parts[wide] = parts[wide].reshape(())
+            return parts
         rows, ndim = parts["payload"].shape[0], parts["payload"].ndim
-        entry = (torch.arange(rows, dtype=torch.int64, device=q.device) + shards.offset) // shards.rows
-        parts[wide] = parts[wide][entry].reshape(rows, *[1] * (ndim - 1))
+        # entry (row + offset) // rows of a shard
+        spread = parts[wide].unsqueeze(1).expand(-1, shards.rows).reshape(-1)
+        parts[wide] = spread[shards.offset : shards.offset + rows].reshape(rows, *[1] * (ndim - 1))
     return parts
 
 
 def decode(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:
     """Return `q.dequantize(dtype)` outside of autograd."""
-    with torch.no_grad():
-        values = kernels.decode(parts_per_row(q), q.recipe, dtype or q.dtype)
-        if q._lens.transposed:
-            return values.transpose(-2, -1)
-        return values if values.shape == q.shape else values.view(q.shape)
+    # a read of our own attributes would go through __torch_function__
+    with without_torch_function():
+        if not torch.is_grad_enabled():
+            return _decode(q, dtype)
+        with torch.no_grad():
+            return _decode(q, dtype)
+
+
+def _decode(q: "QuantizedTensor", dtype: torch.dtype | None) -> Tensor:
+    values = kernels.decode(parts_per_row(q), q.recipe, dtype or q.dtype)
+    if q._lens.transposed:
+        return values.transpose(-2, -1)
+    return values if values.shape == q.shape else values.view(q.shape)
 
 
 def values_of(q: "QuantizedTensor", dtype: torch.dtype | None = None) -> Tensor:

@@ -27,6 +27,9 @@ Passes. One, but for two if a tensor-wide scale needs an amax that is not known:
 program, then encode, whose programs begin with the largest of them. Codes of one pass cannot wait for the largest value
 of all. Float8 rows of more than 2^15 elements take two as well.
 
+Host. Launches of code that Triton has compiled go past its binder (launching.py), and calls whose tensors lie in memory
+as those of an earlier one are replayed (qtensor/numerics, replays).
+
 Files. One for each format: float8, float8_blocks, int4, mxfp4, mxfp8, nvfp4. One for each kind of element or scale:
 fp8, e2m1, e8m0. What they share: launching, pairs (blocks, two codes at a time), reductions. Matrices the other way
 round are written by ../triton_transposes.py.
@@ -51,6 +54,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from qtensor.numerics.replays import attended
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -90,14 +95,17 @@ class ByHand:
         Values of formats without blocks are [rows, K]. `amax` is None if no scale is shared, or for the values' own.
         `out` are contiguous parts that the last launch writes, if it can write all of them; they are then returned.
         """
-        if amax is None and self.wide:
-            amax = _module("reductions").amax_parts(x)
-        return _module(self.module).encode(x, amax, out=out, **self.options), None
+        with attended():
+            if amax is None and self.wide:
+                amax = _module("reductions").amax_parts(x)
+            return _module(self.module).encode(x, amax, out=out, **self.options), None
 
     def decode(self, payload: Tensor, *others: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the values [rows, K] of parts, ordered as their specs; the payload is [rows, blocks, bytes of one]."""
-        return _module(self.module).decode(payload, *others, dtype=dtype, **self.options)  # type: ignore[no-any-return]
+        with attended():
+            return _module(self.module).decode(payload, *others, dtype=dtype, **self.options)  # type: ignore[no-any-return]
 
 
+@functools.cache
 def _module(name: str) -> Any:
     return importlib.import_module(f"{__name__}.{name}")

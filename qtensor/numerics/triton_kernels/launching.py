@@ -1,4 +1,9 @@
-"""Launches: one program for each tile of blocks, on the device and the stream of the tensors."""
+"""Launches: one program for each tile of blocks, on the device and the stream of the tensors.
+
+Triton's way to a kernel binds arguments, makes a text of them and looks the code up: most of a launch's time on the
+host. What it decides by is little, and known here (`specialized`): for arguments that are alike in it, the code that
+the first launch returned is launched again, as Triton documents for compiled kernels: `code[grid](*args, *constants)`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,6 +11,9 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
+
+from qtensor.numerics.replays import Launch, hear
 
 Parts = Mapping[str, Tensor] | None  # where a kernel writes; None: into new ones
 ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -59,8 +67,8 @@ def encode_blocks(
         "scale": made(out, "scale", (rows, columns), scale, x.device),
     }
     programs = tiles(rows, columns, square, tile, each)
-    stored = map(as_stored, parts.values())
-    launch(kernel, programs, lanes, *stored, *given, columns, rows * columns, TILE=tile, **constants)
+    args = (lanes, *parts.values(), *given, columns, rows * columns)
+    launch(kernel, programs, *args, parts=(1, 2), TILE=tile, **constants)
     return parts
 
 
@@ -82,8 +90,8 @@ def decode_blocks(
     """
     rows, columns = scale.shape
     values, tile = torch.empty(rows, columns * block, dtype=dtype, device=payload.device), tile_of(DECODED, block)
-    args = (as_stored(payload), as_stored(scale), values, *given, columns, rows * columns)
-    launch(kernel, tiles(rows, columns, 1, tile, 1), *args, ELEMENT=ELEMENTS[dtype], TILE=tile, **constants)
+    args, programs = (payload, scale, values, *given, columns, rows * columns), tiles(rows, columns, 1, tile, 1)
+    launch(kernel, programs, *args, parts=(0, 1), ELEMENT=ELEMENTS[dtype], TILE=tile, **constants)
     return values
 
 
@@ -97,12 +105,78 @@ def as_stored(part: Tensor) -> Tensor:
     return part if part.itemsize > 2 else part.view(torch.uint8 if part.itemsize == 1 else torch.int16)
 
 
-def launch(kernel: Any, programs: int, *args: Any, num_warps: int = WARPS, **constants: Any) -> None:
-    """Run so many programs of a kernel; its first argument is a tensor. Triton's options are among the constants."""
+# By what launches have in common: the kernel (it stays, as its address is in the key), its code on a device, and the
+# constants in their order.
+_loaded: dict[tuple[Any, ...], tuple[Any, CompiledKernel, tuple[Any, ...]]] = {}
+
+
+def launch(
+    kernel: Any, programs: int, *args: Any, num_warps: int = WARPS, parts: tuple[int, ...] = (), **constants: Any
+) -> None:
+    """Run so many programs of a kernel on the device of its first argument, a tensor.
+
+    Args:
+        kernel: of Triton, its constants behind its other arguments.
+        programs: how many.
+        args: tensors and whole numbers.
+        num_warps: of a program.
+        parts: the places of those among args that the kernel takes `as_stored`.
+        constants: all of the kernel's, and options of Triton's.
+    """
+    device = args[0].device
     # Triton launches on the current device, whatever the device of its arguments
-    with torch.cuda.device(args[0].device):
-        # contracted products and sums would round once where the definition rounds twice
-        kernel[(programs,)](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
+    if device.index == torch.cuda.current_device():
+        _launch(kernel, programs, args, (device.index, num_warps, parts), constants)
+        return
+    with torch.cuda.device(device):
+        _launch(kernel, programs, args, (device.index, num_warps, parts), constants)
+
+
+def _launch(
+    kernel: Any, programs: int, args: tuple[Any, ...], how: tuple[Any, int, tuple[int, ...]], constants: dict[str, Any]
+) -> None:
+    """Launch on the current device; `how`: that, how many warps a program has, and which arguments are parts."""
+    key = (id(kernel), how, *constants.items(), *specialized(args))
+    grid, found = (programs, 1, 1), _loaded.get(key)
+    if found is not None:
+        _, code, rest = found
+        code[grid](*args, *rest)
+        hear(Launch(code, grid, args, rest))
+        return
+    _, num_warps, parts = how
+    stored = [as_stored(arg) if place in parts else arg for place, arg in enumerate(args)]
+    # contracted products and sums would round once where the definition rounds twice
+    code = kernel[grid](*stored, **constants, num_warps=num_warps, enable_fp_fusion=False)
+    # Triton's interpreter compiles nothing
+    rest = _constants_behind(kernel, len(args), constants) if isinstance(code, CompiledKernel) else None
+    if rest is None:
+        hear(None)
+        return
+    _loaded[key] = kernel, code, rest
+    hear(Launch(code, grid, args, rest))
+
+
+def _constants_behind(kernel: Any, args: int, constants: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return the constants behind so many arguments; None if others are among these, or some are not given."""
+    names = kernel.arg_names[args:]
+    behind = [param.num for param in kernel.params if param.is_constexpr] == [*range(args, len(kernel.arg_names))]
+    return tuple(constants[name] for name in names) if behind and constants.keys() >= {*names} else None
+
+
+def specialized(args: tuple[Any, ...]) -> list[object]:
+    """Return what Triton compiles apart for arguments: no two that it tells apart are alike in this.
+
+    Those are the dtype of a tensor, and whether its address is a multiple of 16; whether a whole number is 1, is a
+    multiple of 16, and fits into 32 or 64 bits. Arguments of any other type are alike only if they are equal.
+    """
+    return [
+        (arg.dtype, arg.data_ptr() % 16 == 0)
+        if type(arg) is Tensor
+        else (arg == 1, arg % 16 == 0, (arg if arg >= 0 else ~arg).bit_length() // 32)
+        if type(arg) is int
+        else (type(arg), arg)
+        for arg in args
+    ]
 
 
 def tiles(rows: int, columns: int, square: int, tile: int, lanes: int) -> int:
