@@ -27,6 +27,7 @@ from qtensor.products.gradients import gradients
 from qtensor.products.late_decode import multiply_decoded
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import describe
+from qtensor.tensor.contents import decode
 from qtensor.tensor.quantized_tensor import TORCH_FUNCTIONS, QuantizedTensor
 
 
@@ -38,12 +39,14 @@ class QuantizedLinear(torch.autograd.Function):
         """Return the output [.., N] from x [.., K], weight [N, K] and bias [N] or None."""
         # a frozen weight under adapters needs no gradient, and then x need not be kept for it
         of_x, of_weight = ctx.needs_input_grad[:2]
-        dense = _dense(weight) if weight.recipe.activations is None else None
+        # each read of an attribute would go through __torch_function__
+        with without_torch_function():
+            ctx.recipe, ctx.shape, ctx.weight_dtype = weight.recipe, weight.shape, weight.dtype
+            dense = decode(weight) if ctx.recipe.activations is None else None
         y = _forward(x, weight, bias, dense)
-        kept = None if is_tracing() or dense is None or not of_x else _keep_dense(dense, y)
+        kept = None if dense is None or not of_x or is_tracing() else _keep_dense(dense, y)
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None, kept)
-        ctx.recipe, ctx.shape = weight.recipe, weight.shape
-        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        ctx.x_dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -60,8 +63,8 @@ class QuantizedLinear(torch.autograd.Function):
             dx, dw = _DifferentiatedOnce.apply(grad, x, weight, (ctx.shape, ctx.recipe))
         else:
             dx, dw = _quantized_gradients(grad, x, weight, ctx.recipe)
-        dx = None if dx is None else dx.to(ctx.x_dtype)
-        dw = None if dw is None else dw.to(ctx.weight_dtype)
+        dx = dx if dx is None or dx.dtype == ctx.x_dtype else dx.to(ctx.x_dtype)
+        dw = dw if dw is None or dw.dtype == ctx.weight_dtype else dw.to(ctx.weight_dtype)
         db = None
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             db = (grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad).to(ctx.bias_dtype)
@@ -102,7 +105,10 @@ def _dense_gradients(
         else:
             dx = _input_gradient(grad, weight)
     if x is not None:
-        dw = _rows(grad).T @ _rows(x).to(grad.dtype) if grad.ndim > 1 else torch.outer(grad, x)
+        if grad.ndim == 1:
+            dw = torch.outer(grad, x)
+        else:
+            dw = _rows(grad).T @ _rows(x if x.dtype == grad.dtype else x.to(grad.dtype))
     return dx, dw
 
 
@@ -134,7 +140,7 @@ class _LinearOutput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor) -> Tensor:
         """Return the output [.., N] from x [.., K] and the weight [N, K]."""
         ctx.save_for_backward(x, weight)
-        return F.linear(x, _dense(weight, x.dtype))
+        return F.linear(x, decode(weight, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -150,12 +156,16 @@ class _LinearOutput(torch.autograd.Function):
 
 def _rows(x: Tensor) -> Tensor:
     """Return [.., channels] as [tokens, channels]."""
+    if x.ndim == 2:
+        return x
     return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
 
 
 def _input_gradient(grad: Tensor, weight: QuantizedTensor) -> Tensor:
     with without_torch_function():
-        return multiply_decoded("matmul", [grad], 1, weight, grad.dtype)
+        if is_tracing():
+            return multiply_decoded("matmul", [grad], 1, weight, grad.dtype)
+        return torch.matmul(grad, decode(weight, grad.dtype))
 
 
 def _quantized_gradients(
@@ -171,16 +181,10 @@ def _quantized_gradients(
 
 def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, dense: Tensor | None = None) -> Tensor:
     if weight.recipe.activations is None:
-        return F.linear(x, _dense(weight) if dense is None else dense, bias)
+        return F.linear(x, decode(weight) if dense is None else dense, bias)
     # autocast does not see this product: it is no op of torch that autocast knows
     y = product(_autocast(x), weight)
     return y if bias is None else y + bias.to(y.dtype)
-
-
-def _dense(weight: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the dense weight, with __torch_function__ off: each read of an attribute would go through it."""
-    with without_torch_function():
-        return weight.dequantize(dtype)
 
 
 def _keep_dense(dense: Tensor, y: Tensor) -> Tensor:
@@ -200,9 +204,9 @@ def _autocast(x: Tensor) -> Tensor:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 (torch's own argument name)
     """Compute `torch.nn.functional.linear` if an argument is quantized; raise TypeError if input or bias is."""
-    for name, value in (("input", input), ("bias", bias)):
-        if isinstance(value, QuantizedTensor):
-            raise TypeError(f"F.linear: the {name} is {describe(value.shape, value.recipe)}; call .dequantize() on it")
+    if isinstance(input, QuantizedTensor) or isinstance(bias, QuantizedTensor):
+        name, value = ("input", input) if isinstance(input, QuantizedTensor) else ("bias", bias)
+        raise TypeError(f"F.linear: the {name} is {describe(value.shape, value.recipe)}; call .dequantize() on it")
     # nothing is kept without gradients, and a node of autograd would cost more than a small product
     if not torch.is_grad_enabled():
         return _forward(input, weight, bias)  # type: ignore[arg-type] # only the weight is left to be quantized
