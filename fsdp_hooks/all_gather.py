@@ -20,14 +20,14 @@ Two holes of FSDP2 (torch 2.11 - 2.13) are closed here:
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_hooks.torch_private import local_of
+from fsdp_hooks.torch_private import below_autograd, local_of, without_torch_function
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,42 @@ class Sharding:
 AT_REST = Sharding()
 
 
+@dataclass(frozen=True)
+class PartNames:
+    """The names of a tensor's parts.
+
+    every: all of them.
+    along: those that extend along dim 0.
+    sent: those that the all-gather sends, in order; the others are copied from the shard.
+    """
+
+    every: tuple[str, ...]
+    along: frozenset[str]
+    sent: tuple[str, ...]
+
+
+class SignedMethod:
+    """A method (self, *args) whose bound form has its signature at hand: FSDP2 asks for it before every gather."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Callable[..., Any]:
+        """Return the method of `owner`; of the class, the function."""
+        return self.method if owner is None else _Bound((self.method, owner))
+
+
+class _Bound(tuple[Any, ...]):
+    """A method and its owner: a tuple, since FSDP2 asks for it three times a gather, and nothing is made faster."""
+
+    __slots__ = ()
+    __signature__ = inspect.signature(lambda *args: None)
+
+    def __call__(self, *args: Any) -> Any:
+        method, owner = self
+        return method(owner, *args)
+
+
 class AllGatherHooks:
     """Mixin: `fsdp_pre_all_gather` / `fsdp_post_all_gather` for a tensor subclass with parts.
 
@@ -68,12 +104,8 @@ class AllGatherHooks:
         """Return the inner tensors by name; they alias this tensor's bytes."""
         raise NotImplementedError
 
-    def _row_parts(self) -> frozenset[str]:
-        """Return the names of the parts that extend along dim 0."""
-        raise NotImplementedError
-
-    def _sent_parts(self) -> list[str]:
-        """Return the names of the parts that the all-gather sends, in order; the others are copied from the shard."""
+    def _part_names(self) -> PartNames:
+        """Return the names of the parts; a gather asks several times, so they are better kept than made."""
         raise NotImplementedError
 
     def _build_gathered(self, parts: Mapping[str, Tensor], dtype: torch.dtype, sharding: Sharding) -> Tensor:
@@ -84,20 +116,27 @@ class AllGatherHooks:
         """Return what FSDP frees with a gathered tensor besides its parts, see until_reshard.py."""
         return ()
 
+    @SignedMethod
     def fsdp_pre_all_gather(self, *args: Any) -> tuple[tuple[Tensor, ...], int]:
         """Return uint8 views of the shard's parts, padded to equal rows. FSDP2 calls it on every rank, on the shard.
 
         Returns the inputs (row parts [padded rows, bytes]; tensor-wide parts [1, 4]) and the padded row count as
         metadata. The inputs alias the shard wherever its storage holds the padding rows.
         """
-        # FSDP wants inputs of one size from all ranks, and does not pad those of an extension
-        rows = self._sharding.padded_rows or self.shape[0]
-        along, parts = self._row_parts(), self.parts()
-        inputs = [
-            _as_bytes(_pad(parts[name], rows) if name in along else parts[name].reshape(1))
-            for name in self._sent_parts()
-        ]
-        return tuple(inputs), rows
+        # each read of an attribute would go through __torch_function__
+        with without_torch_function():
+            # FSDP wants inputs of one size from all ranks, and does not pad those of an extension
+            rows = self._sharding.padded_rows or self.shape[0]
+            names, parts = self._part_names(), self.parts()
+            inputs = []
+            for name in names.sent:
+                part = parts[name]
+                if name not in names.along:
+                    part = part.reshape(1)
+                elif part.shape[0] != rows:
+                    part = _pad(part, rows)
+                inputs.append(_as_bytes(part))
+            return tuple(inputs), rows
 
     def fsdp_post_all_gather(
         self,
@@ -113,41 +152,41 @@ class AllGatherHooks:
         as_strided), and the buffers we allocated ourselves. Later calls (with `out`): FSDP's buffers hold fresh bytes
         already and only our own are refilled; returns None.
         """
-        rows, shard = metadata, self.parts()
-        received = dict(zip(self._sent_parts(), all_gather_outputs, strict=False))
-        # the parts that are not sent; with world size 1, where this shard is the whole tensor, all but the first
-        missing = [name for name in shard if name not in received]
+        names = self._part_names()
+        received = names.sent[: len(all_gather_outputs)]
         # backward gathers into the tensors of forward, which autograd saved: they stay the same objects
         if out is not None:
-            gathered: Any = local_of(out)
-            with torch.no_grad():
-                for name in missing:
-                    # version counters should not count a refill as a write
-                    target = gathered.parts()[name].data
-                    target.copy_(shard[name].reshape(target.shape))
+            if len(received) < len(names.every):
+                _refill(local_of(out), self, [name for name in names.every if name not in received])
             return None
-        along, device = self._row_parts(), all_gather_outputs[0].device
+        shard, device = self.parts(), all_gather_outputs[0].device
+        # the parts that are not sent; with world size 1, where this shard is the whole tensor, all but the first
         own = {
-            name: _as_bytes(shard[name] if name in along else shard[name].reshape(-1)).to(device, copy=True)
-            for name in missing
+            name: _as_bytes(part if name in names.along else part.reshape(-1)).to(device, copy=True)
+            for name, part in shard.items()
+            if name not in received
         }
-        buffers = {**received, **own}
+        buffers = {**dict(zip(received, all_gather_outputs, strict=True)), **own}
         parts = {name: _from_bytes(buffers[name], part.dtype) for name, part in shard.items()}
-        parts |= {name: part.reshape(-1) for name, part in parts.items() if name not in along}
+        parts |= {name: part.reshape(-1) for name, part in parts.items() if name not in names.along}
         # which shard a row comes from, and so which scale it has, is told by the number of rows a shard
-        whole = self._build_gathered(parts, param_dtype, Sharding(shards=ShardRows(rows)))
+        whole = self._build_gathered(parts, param_dtype, Sharding(shards=ShardRows(metadata)))
         return whole, (*own.values(), *self._kept_beside(whole))
 
 
-# cached, since FSDP asks for the signature before every gather
-AllGatherHooks.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined] # see inspect
-    AllGatherHooks.fsdp_pre_all_gather
-)
+def _refill(gathered: Any, shard: AllGatherHooks, names: list[str]) -> None:
+    """Copy these parts of the shard into the gathered weight, which has buffers of its own for them."""
+    theirs, ours = gathered.parts(), shard.parts()
+    # where nobody counts versions: a refill is no write
+    with below_autograd():
+        for name in names:
+            target, part = theirs[name], ours[name]
+            target.copy_(part if part.shape == target.shape else part.reshape(target.shape))
 
 
 def _as_bytes(part: Tensor) -> Tensor:
     """Return [n, ..] of any dtype as uint8 [n, .., bytes], a view of a contiguous part."""
-    return part.contiguous().view(torch.uint8)
+    return (part if part.is_contiguous() else part.contiguous()).view(torch.uint8)
 
 
 def _from_bytes(buffer: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_hooks.all_gather import Sharding
+from fsdp_hooks.all_gather import Sharding, SignedMethod
 from fsdp_hooks.lazy_bits import call_resolved, resolve
 from fsdp_hooks.ranks.scale_partners import Partners
 from fsdp_hooks.scale_sync import scales_of_shard
@@ -153,6 +153,7 @@ class HighPrecisionWeight(Keyed, Tensor):
 
     # -- FSDP2 ---------------------------------------------------------------------------------------------------------
 
+    @SignedMethod
     def fsdp_pre_all_gather(self, *args: Any) -> tuple[tuple[Tensor, ...], QuantizedTensor]:
         """Return the inputs of the quantized shard, and that shard as metadata. FSDP2 calls it on every rank."""
         q = self.quantize()

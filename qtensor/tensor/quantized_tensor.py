@@ -19,6 +19,7 @@ One table decides which torch operations keep the quantized representation, whic
 qtensor/ops.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.all_gather import AT_REST, AllGatherHooks, Sharding
+from fsdp_hooks.all_gather import AT_REST, AllGatherHooks, PartNames, Sharding
 from fsdp_hooks.lazy_bits import call_resolved
 from fsdp_hooks.ranks.scale_partners import Partners
 from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
@@ -148,10 +149,12 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
 
         Differentiable: the gradient of the values is the weight's gradient (straight through), in self.dtype.
         """
-        # without a gradient to hand on, an autograd node costs more than a small decode
-        if torch.is_grad_enabled() and self.requires_grad:
-            return _StraightThrough.apply(self, dtype)  # type: ignore[no-any-return, no-untyped-call]
-        return decode(self, dtype)
+        # a read of our own attributes would go through __torch_function__
+        with without_torch_function():
+            # without a gradient to hand on, an autograd node costs more than a small decode
+            if torch.is_grad_enabled() and self.requires_grad:
+                return _StraightThrough.apply(self, dtype)  # type: ignore[no-any-return, no-untyped-call]
+            return decode(self, dtype)
 
     @staticmethod
     def safe_globals() -> list[Any]:
@@ -161,13 +164,9 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
 
     # -- what FSDP2's hooks ask for ------------------------------------------------------------------------------------
 
-    def _row_parts(self) -> frozenset[str]:
+    def _part_names(self) -> PartNames:
         # a read of our own attributes would go through __torch_function__
-        ndim = self.payload.ndim
-        return frozenset(spec.name for spec in specs_of(self.recipe) if spec.extends_along(0, ndim))
-
-    def _sent_parts(self) -> list[str]:
-        return [spec.name for spec in specs_of(self.recipe) if spec.gathered]
+        return _part_names(self.recipe, self.payload.ndim)
 
     def _build_gathered(self, parts: Mapping[str, Tensor], dtype: torch.dtype, sharding: Sharding) -> Tensor:
         return self._like(parts, dtype=dtype, sharding=sharding)
@@ -215,10 +214,10 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
     ) -> Any:
         handler = TORCH_FUNCTIONS.get(func)
         if handler is not None:
-            return handler(*args, **(kwargs or {}))
+            return handler(*args, **kwargs) if kwargs else handler(*args)
         # torch's own default would wrap plain results in this class again
         with without_torch_function():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's type is that of the C function it has by default
@@ -310,6 +309,16 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
         )
 
     numpy = __dlpack__ = tolist
+
+
+@functools.cache
+def _part_names(recipe: Recipe, ndim: int) -> PartNames:
+    specs = specs_of(recipe)
+    return PartNames(
+        every=tuple(spec.name for spec in specs),
+        along=frozenset(spec.name for spec in specs if spec.extends_along(0, ndim)),
+        sent=tuple(spec.name for spec in specs if spec.gathered),
+    )
 
 
 class _StraightThrough(torch.autograd.Function):

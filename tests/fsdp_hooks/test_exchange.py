@@ -78,7 +78,7 @@ def assert_whole(net: Parts, values: dict[str, Tensor], recipe: Any, what: str) 
         full = quantize(values[name[0]], recipe).parts()
         for part, own in local(param).parts().items():
             whole = full[part]
-            if part in local(param)._row_parts():
+            if part in local(param)._part_names().along:
                 size = -(-whole.shape[0] // dist.get_world_size())
                 whole = whole[dist.get_rank() * size :][:size]
             assert_same_bytes(own, whole, f"{what}: {name}.{part}")
