@@ -55,7 +55,7 @@ QUESTIONS = {  # cheap ones first
     "staging": Question(25),
     "exports": Question(25),
     "deltas": Question(15, full=True),
-    "overhead": Question(55),
+    "overhead": Question(100),
     "optimizer": Question(45),
     "sync": Question(60, full=True),
     "plan_scaling": Question(50, full=True),

@@ -4,6 +4,7 @@ ops      one call of an op on a 64x64 weight: quantized against plain, and again
 calls    how often one layer of a training step goes through the op table
 step     32 layers of 64x64, where a step is nearly all Python: quantized against the same arithmetic on plain
          tensors by hand (the rest is ours: wrappers, hooks, the linear, the optimizer's bookkeeping), and dense
+on a GPU decode, quantize, a linear, FSDP2's hooks and a step of it: calls and instructions of the host, without a GPU
 instructions of each op, where valgrind is there: the same on a quiet and on a noisy machine
 """
 
@@ -15,6 +16,7 @@ import matplotlib as mpl
 import torch
 from torch import Tensor
 
+from benchmarks import overhead_on_gpu
 from benchmarks.overhead_instructions import counted
 from benchmarks.overhead_models import (
     OPS,
@@ -51,6 +53,7 @@ def run() -> dict[str, Any]:
             results["step"] = _step()
         print("  steps done", flush=True)
         results["instructions"] = counted()
+        results["on a GPU"] = overhead_on_gpu.measured()
         if results["instructions"]:
             results["share_of_instructions"] = _by_instructions(results["instructions"])
     finally:
@@ -151,6 +154,7 @@ def _targets(results: dict[str, Any]) -> dict[str, Any]:
             0.30,
             "the optimizer's bookkeeping (digests, agreement, write-back) is a dozen tiny torch ops a parameter",
         ),
+        **overhead_on_gpu.targets(results["on a GPU"]),
     }
     return {
         name: {"value": value, "target": target, "met": value <= target, "why": "" if value <= target else why}
@@ -191,6 +195,7 @@ def markdown(results: dict[str, Any]) -> str:
             calls = ", ".join(f"{number:g} {op}" for op, number in results["calls"][name][place].items()) or "none"
             spread = f"{over['ratio']:.2f} ({over['min']:.2f} - {over['max']:.2f})"
             lines.append(f"| {name} | {place} | {spread} | {shares}{counted_share} | {calls} |")
+    lines += overhead_on_gpu.markdown(results["on a GPU"])
     return "\n".join(lines)
 
 

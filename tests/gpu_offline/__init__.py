@@ -10,6 +10,9 @@ What Triton code costs is counted in the machine code that ptxas makes of it (as
 budgets (budgets.py, test_budgets.py). What it computes, Triton's interpreter shows (interpreted.py,
 test_interpreted.py). How often inductor compiles is counted in test_compilations.py.
 
+What calls take of the host is counted on a GPU that does nothing (idle.py, host_time.py, test_host_time.py): tensors of
+torch's own without memory, Triton's own launches up to the driver.
+
 torch is made to believe in a GPU (pretended.py) for the whole process, so these tests have an environment and a process
 of their own. None of it tells whether a kernel runs: tests marked gpu do.
 """

@@ -62,7 +62,7 @@ GUARD = Path(__file__).with_name("guard.cpp")
 
 def pretend_gpu() -> None:
     """For good: a process that believes in a GPU is of no use for anything else."""
-    ctypes.CDLL(str(_built_guard()))
+    ctypes.CDLL(str(built(GUARD)))
     for name, answer in ANSWERS.items():
         setattr(torch.cuda, name, _answering(answer))
     for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice", "_cuda_setDevice"):
@@ -80,19 +80,20 @@ def _answering(answer: Any) -> Any:
     return lambda *args, **options: answer
 
 
-def _built_guard() -> Path:
-    """Once for each torch and each text of the guard."""
-    key = hashlib.sha256(GUARD.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    built = Path(sys.prefix) / f"guard-{key}.so"
-    if not built.exists():
+def built(source: Path) -> Path:
+    """C++ code as a library, built once for each torch and each text of it."""
+    key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    library = Path(sys.prefix) / f"{source.stem}-{key}.so"
+    if not library.exists():
         home = Path(torch.__file__).parent
         libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
+        headers = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
         with tempfile.TemporaryDirectory(dir=sys.prefix) as directory:
-            made = Path(directory) / built.name
-            options = ["-shared", "-fPIC", "-std=c++20", f"-I{home / 'include'}"]
-            subprocess.run(["g++", *options, GUARD, "-o", made, *libraries], check=True)
-            made.replace(built)
-    return built
+            made = Path(directory) / library.name
+            options = ["-shared", "-fPIC", "-std=c++20", *headers]
+            subprocess.run(["g++", *options, source, "-o", made, *libraries], check=True)
+            made.replace(library)
+    return library
 
 
 def _tell_dynamo() -> None:
