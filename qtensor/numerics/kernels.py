@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.kernels.compiled import COMPILED_FROM, Kernel, use_kernels
+from fsdp_hooks.kernels.replays import replayed
 from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import ragged, triton_kernels
 from qtensor.numerics.in_place import are_written, writable_parts
-from qtensor.numerics.replays import replayed
 from qtensor.numerics.tiles import (
     CHUNK,
     CHUNK_ELSEWHERE,

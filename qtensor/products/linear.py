@@ -204,13 +204,18 @@ def _autocast(x: Tensor) -> Tensor:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 (torch's own argument name)
     """Compute `torch.nn.functional.linear` if an argument is quantized; raise TypeError if input or bias is."""
-    if isinstance(input, QuantizedTensor) or isinstance(bias, QuantizedTensor):
-        name, value = ("input", input) if isinstance(input, QuantizedTensor) else ("bias", bias)
-        raise TypeError(f"F.linear: the {name} is {describe(value.shape, value.recipe)}; call .dequantize() on it")
+    if isinstance(input, QuantizedTensor):
+        raise _misplaced("input", input)
+    if isinstance(bias, QuantizedTensor):
+        raise _misplaced("bias", bias)
     # nothing is kept without gradients, and a node of autograd would cost more than a small product
     if not torch.is_grad_enabled():
         return _forward(input, weight, bias)  # type: ignore[arg-type] # only the weight is left to be quantized
     return QuantizedLinear.apply(input, weight, bias)  # type: ignore[no-any-return]
+
+
+def _misplaced(name: str, value: QuantizedTensor) -> TypeError:
+    return TypeError(f"F.linear: the {name} is {describe(value.shape, value.recipe)}; call .dequantize() on it")
 
 
 TORCH_FUNCTIONS[F.linear] = linear

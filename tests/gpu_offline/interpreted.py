@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.gpu_offline.written import WrittenKernel, launches_go_to
+from tests.gpu_offline.written import WrittenKernel
 
 PROGRAM = 4096  # elements, about, of one program: each costs the interpreter the same, whatever its size
 FLOATS = {

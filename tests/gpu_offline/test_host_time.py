@@ -162,7 +162,7 @@ def types_of(args: tuple[Any, ...]) -> list[type]:
 
 def differing(told: bool) -> tuple[int, list[str]]:
     """How many calls there were, and those that launch something else once others have been launched."""
-    from qtensor.numerics import replays
+    from fsdp_hooks.kernels import replays
     from qtensor.numerics.triton_kernels import launching
 
     found = []

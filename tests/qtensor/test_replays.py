@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdp_hooks.kernels import replays
+from fsdp_hooks.kernels.replays import Heard, Launch, Replay, attended, hear, listening, replay_of
 from fsdp_hooks.torch_private import is_watched
-from qtensor.numerics import replays
-from qtensor.numerics.replays import Heard, Launch, Replay, attended, hear, listening, replay_of
 
 Call = Callable[[Tensor, Tensor], Sequence[Tensor]]
 

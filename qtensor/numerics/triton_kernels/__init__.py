@@ -28,7 +28,7 @@ program, then encode, whose programs begin with the largest of them. Codes of on
 of all. Float8 rows of more than 2^15 elements take two as well.
 
 Host. Launches of code that Triton has compiled go past its binder (launching.py), and calls whose tensors lie in memory
-as those of an earlier one are replayed (qtensor/numerics, replays).
+as those of an earlier one are replayed (fsdp_hooks/kernels).
 
 Files. One for each format: float8, float8_blocks, int4, mxfp4, mxfp8, nvfp4. One for each kind of element or scale:
 fp8, e2m1, e8m0. What they share: launching, pairs (blocks, two codes at a time), reductions. Matrices the other way
@@ -55,7 +55,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.numerics.replays import attended
+from fsdp_hooks.kernels.replays import attended
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

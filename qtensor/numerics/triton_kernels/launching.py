@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from qtensor.numerics.replays import Launch, hear
+from fsdp_hooks.kernels.replays import Launch, hear
 
 Parts = Mapping[str, Tensor] | None  # where a kernel writes; None: into new ones
 ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -139,9 +139,9 @@ def _launch(
     key = (id(kernel), how, *constants.items(), *specialized(args))
     grid, found = (programs, 1, 1), _loaded.get(key)
     if found is not None:
-        _, code, rest = found
-        code[grid](*args, *rest)
-        hear(Launch(code, grid, args, rest))
+        _, code, constants_behind = found
+        code[grid](*args, *constants_behind)
+        hear(Launch(code, grid, args, constants_behind))
         return
     _, num_warps, parts = how
     stored = [as_stored(arg) if place in parts else arg for place, arg in enumerate(args)]

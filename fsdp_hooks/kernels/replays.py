@@ -67,7 +67,7 @@ def hear(launch: Launch | None) -> None:
 
 class _Listening(TorchDispatchMode):
     def __init__(self, heard: Heard) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.heard = heard
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
