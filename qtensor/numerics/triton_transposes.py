@@ -7,6 +7,8 @@ A product of backward sums along rows, or along columns, of the same gradient. W
 scale of its own amax, two passes give both operands: the amaxes of rows and columns, and then codes, both ways round.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from qtensor.numerics.triton_kernels.launching import MOST_IN_A_TILE, as_stored,
 from qtensor.numerics.triton_kernels.pairs import bits_of, finite
 
 ROWS, COLUMNS = 64, 128  # of a tile: whole sectors of memory (32 bytes) on both sides, also of one-byte elements
-TILE = {"ROWS": ROWS, "COLUMNS": COLUMNS}
+TILE: dict[str, Any] = {"ROWS": ROWS, "COLUMNS": COLUMNS}
 
 
 def transpose(x: Tensor, width: int) -> Tensor:
