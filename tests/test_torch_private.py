@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -515,8 +516,8 @@ def test_hooks_around_steps_are_found() -> None:
     registrations = (
         optimizer.register_step_pre_hook,
         optimizer.register_step_post_hook,
-        torch.optim.optimizer.register_optimizer_step_pre_hook,
-        torch.optim.optimizer.register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
     )
     for register in registrations:
         handle = register(hook)

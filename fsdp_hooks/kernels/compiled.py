@@ -207,7 +207,7 @@ class Kernel:
 
     def compiles(self, large: Tensor) -> bool:
         """Return whether a call with `large` as its first argument runs compiled, under the current policy."""
-        return self.would_compile(large) and not is_tracing()
+        return not is_tracing() and self.would_compile(large)
 
     def has_by_hand(self, large: Tensor) -> bool:
         """Return whether what runs compiled for `large` is code written by hand."""

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp_hooks.all_gather import SignedMethod
 from fsdp_hooks.release import VERSION
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -67,6 +68,8 @@ def members(cls: type[Any], bases: Iterator[type[Any]], packages: set[str]) -> I
 
 
 def member(value: Any) -> str:
+    if isinstance(value, SignedMethod):
+        value = value.method
     if isinstance(value, property):
         returns = inspect.signature(value.fget).return_annotation if value.fget else Any
         return f"property{'' if value.fset is None else ', settable'}: {short(inspect.formatannotation(returns))}"
