@@ -173,7 +173,7 @@ class Kernel:
         with one_dispatch_state(args[0].device.type):
             # detach() in this state makes aliases without a base; dynamo would also guard on a base's shape
             detached = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
-            return self._run(detached, out)
+            return self._run(detached)
 
     def compiled_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the function that compiles, or has compiled, for such arguments; it may mark them for the compiler."""
@@ -207,7 +207,8 @@ class Kernel:
 
     def compiles(self, large: Tensor) -> bool:
         """Return whether a call with `large` as its first argument runs compiled, under the current policy."""
-        return not is_tracing() and self.would_compile(large)
+        # in this order: a trace cannot answer the last question
+        return self._is_worth_it(large) and not is_tracing() and not is_watched()
 
     def has_by_hand(self, large: Tensor) -> bool:
         """Return whether what runs compiled for `large` is code written by hand."""
@@ -215,13 +216,16 @@ class Kernel:
 
     def would_compile(self, large: Tensor) -> bool:
         """Return whether such a call `compiles` if nobody traces."""
+        return self._is_worth_it(large) and not is_watched()
+
+    def _is_worth_it(self, large: Tensor) -> bool:
         mode = use_kernels.mode
         if mode == "eager" or type(large) is not Tensor:
             return False
         elements = large.numel() * self._elements
         if mode == "auto" and (elements < COMPILED_FROM or self._failed or Kernel.failed is not None):
             return False
-        return elements > 0 and large.device.type in COMPILED_ON and not is_watched()
+        return elements > 0 and large.device.type in COMPILED_ON
 
     def _run(self, args: tuple[Any, ...], compiled: Callable[..., Any] | None = None, out: Any = None) -> Any:
         try:

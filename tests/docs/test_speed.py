@@ -35,7 +35,7 @@ def run_page() -> None:
     """All blocks; calls of compiled kernels are recorded, and run eagerly, since a compiler takes minutes."""
     called: set[str] = set()
 
-    def recorded(kernel: Kernel, args: tuple[Any, ...]) -> Any:
+    def recorded(kernel: Kernel, args: tuple[Any, ...], *_: Any) -> Any:
         called.add(kernel.eager.__name__)
         return kernel.eager(*args)
 

@@ -351,7 +351,9 @@ def _copies_nothing(pairs: Any) -> None:
 
 def _fails_to_copy() -> None:
     """Fails on rank 1 after the inner optimizer's step, as without memory."""
-    optimizer = MasterWeightOptimizer(torch.optim.SGD, model().parameters(), lr=0.1)
+    dense = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    dense.grad = torch.ones_like(dense)
+    optimizer = MasterWeightOptimizer(torch.optim.SGD, [*model().parameters(), dense], lr=0.1)
     with patch.object(master_weights, "copy_many", _copies_nothing) if dist.get_rank() == 1 else nullcontext():
         optimizer.step()
 

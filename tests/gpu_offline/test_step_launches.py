@@ -18,18 +18,19 @@ from torch import nn
 from fsdp_hooks.kernels import digest
 from qtensor import MasterWeightOptimizer, quantize
 from qtensor.optim import batches, inner_step, masters
-from tests.gpu_offline.emitted import Launching
-from tests.gpu_offline.measured import Launch, _Operations, on_gpu
 from tests.gpu_offline.recipes import RECIPES
-from tests.gpu_offline.written import launches_go_to
 
 MOST = 22  # of a step, for a model of one dtype; in docs/speed.md
 DIGESTS = Counter({"clone": 2, "digest_triton._add_digests": 2, "eq": 1})  # what others wrote, what the step wrote
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[list[Launch]]:
+def counted() -> Iterator[list[Any]]:
     """The launches inside: of kernels written by hand, and of torch's operations."""
+    from tests.gpu_offline.emitted import Launching
+    from tests.gpu_offline.measured import Launch, _Operations, on_gpu
+    from tests.gpu_offline.written import launches_go_to
+
     found: list[Launch] = []
 
     def note(kernel: Any, args: tuple[Any, ...]) -> None:
