@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.gpu_offline.written import WrittenKernel
+from tests.gpu_offline.written import WrittenKernel, launches_go_to
 
 PROGRAM = 4096  # elements, about, of one program: each costs the interpreter the same, whatever its size
 FLOATS = {
@@ -76,6 +76,10 @@ class Interpreter:
     def interpret(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a function of a module returns there; launches of kernels written by hand are interpreted."""
         return self._process.submit(_interpreted, function, args).result()
+
+    def on_gpu(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The same, where the product takes tensors of the CPU for those of a GPU."""
+        return self._process.submit(_called_on_gpu, function, args).result()
 
     def launches(self) -> int:
         """How many launches were interpreted so far."""
@@ -240,6 +244,13 @@ def _transposing(name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _interpreted(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    from fsdp_hooks.kernels.compiled import use_kernels
+
+    with use_kernels("compiled"), launches_go_to(_interpret):
+        return function(*args)
+
+
+def _called_on_gpu(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     with _on_gpu(by_hand=True):
         return function(*args)
 

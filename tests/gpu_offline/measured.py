@@ -170,6 +170,7 @@ def on_gpu(launching: Launching) -> Iterator[None]:
     with (
         use_kernels("compiled"),
         mock.patch.object(Kernel, "run", call),
+        mock.patch.object(Kernel, "compiles", return_value=True),
         mock.patch.object(Kernel, "would_compile", return_value=True),
         mock.patch.object(Kernel, "runs_by_hand", lambda kernel, large: launching.takes_by_hand(kernel)),
     ):

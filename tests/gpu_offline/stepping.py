@@ -112,11 +112,16 @@ def trained(run: Run) -> dict[str, Any]:
 
 
 def bytes_of(params: Sequence[nn.Parameter], optimizer: MasterWeightOptimizer) -> dict[str, Tensor]:
-    """Copies of all that a step writes."""
+    """Copies of all that a step writes.
+
+    A state's NaNs are made one: which of two NaNs a sum returns is left to the order in which a CPU's code has them,
+    and a GPU knows a single one.
+    """
     found = {}
     for number, param in enumerate(params):
         parts = param.parts() if isinstance(param, QuantizedTensor) else {"dense": getattr(param, "dense", param)}
         state = {name: value for name, value in optimizer.state.get(param, {}).items() if isinstance(value, Tensor)}
+        state = {name: torch.where(value.isnan(), torch.nan, value.detach()) for name, value in state.items()}
         for name, value in {**parts, **state}.items():
             flat = value.detach().clone().reshape(-1)
             found[f"{number}.{name}"] = flat.view(torch.uint8) if flat.numel() else flat

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtensor as qt
 from qtensor.optim import fused
+from qtensor.optim.masters import LastWrites
 from tests.gpu_offline.interpreted import Interpreter
 from tests.gpu_offline.recipes import RECIPES
 from tests.gpu_offline.stepping import Run, Weight, trained
@@ -201,8 +202,9 @@ def steps_of(recipe: Any, shapes: list[tuple[int, int]], seen: list[Any]) -> Ite
         mock.patch.object(fused, "FUSED_ON", {"cpu"}),
         mock.patch("qtensor.optim.fused.shards.FUSED_ON", {"cpu"}),
         mock.patch("qtensor.optim.fused.step.is_watched", return_value=False),
-        mock.patch("qtensor.optim.master_weights.digests_of", return_value={}),
-        mock.patch("qtensor.optim.master_weights.outside_writes", return_value=[]),
+        mock.patch.multiple(
+            LastWrites, look=mock.Mock(return_value=None), changed=mock.Mock(return_value=[]), note=mock.Mock()
+        ),
         launches_go_to(launch),
     ):
         optimizer.step()  # compiles

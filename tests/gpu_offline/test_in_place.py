@@ -55,7 +55,7 @@ def written(name: str, how: str) -> tuple[Any, ...]:
 @every_recipe
 @pytest.mark.parametrize("how", ["copy_", "step"])
 def test_parts_have_the_bytes_of_quantize_where_they_were(interpreter: Interpreter, name: str, how: str) -> None:
-    wanted, found, before, behind = interpreter.interpret(written, name, how)
+    wanted, found, before, behind = interpreter.on_gpu(written, name, how)
     for part, own in wanted.items():
         assert torch.equal(found[part], own), part
         assert before[part][0] == behind[part][0], part
@@ -146,7 +146,7 @@ def failing(name: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("name", ["mxfp8_row", "nvfp4_row", "float8_tensor"])
 def test_a_write_that_fails_leaves_all_parts(interpreter: Interpreter, name: str) -> None:
-    before, behind, error = interpreter.interpret(failing, name)
+    before, behind, error = interpreter.on_gpu(failing, name)
     assert error == "no launch"
     assert all(torch.equal(behind[part], own) for part, own in before.items())
 
@@ -163,7 +163,7 @@ def some_rows(name: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("name", ["nvfp4_row", "float8_tensor", "mxfp8_row"])
 def test_some_rows_do_not_change_the_scale_of_all(interpreter: Interpreter, name: str) -> None:
-    before, behind, error = interpreter.interpret(some_rows, name)
+    before, behind, error = interpreter.on_gpu(some_rows, name)
     if name == "mxfp8_row":
         assert not error
         assert not torch.equal(behind["payload"], before["payload"])
