@@ -99,7 +99,7 @@ def _by_one_launch(groups: Sequence[Sequence[Tensor]], device: torch.device) -> 
     for group in groups:
         own = []
         for given in group:
-            if type(given) not in PLAIN:
+            if type(given) not in PLAIN or given.device != device:
                 return None
             tensor = given
             if not given.is_contiguous() or given.is_neg() or given.is_conj() or not given.data_ptr():

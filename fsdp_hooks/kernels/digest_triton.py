@@ -16,6 +16,7 @@ addresses from the tensors of today. It holds no tensor, and reads no memory by 
 nothing orders the transfer on one stream before a launch on another.
 """
 
+import threading
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ class Table(NamedTuple):
 
 Places = tuple[tuple[tuple[int, int], ...], ...]  # of each group: address and bytes of its tensors
 _tables: OrderedDict[tuple[torch.device, int, Places], Table] = OrderedDict()
+_lock = threading.Lock()
 
 
 def digests(places: Places, device: torch.device, stream: int) -> Tensor:
@@ -67,14 +69,15 @@ def digests(places: Places, device: torch.device, stream: int) -> Tensor:
 def table_of(places: Places, device: torch.device, stream: int) -> Table:
     """Return the table of these places, which is made once for each stream and kept while it is among the last ones."""
     key = device, stream, places
-    table = _tables.get(key)
-    if table is None:
-        table = _tables[key] = make_table(places, device)
-        while len(_tables) > KEPT:
-            _tables.popitem(last=False)
-    else:
-        _tables.move_to_end(key)
-    return table
+    with _lock:  # other threads may drop it between two questions
+        table = _tables.get(key)
+        if table is None:
+            table = _tables[key] = make_table(places, device)
+            while len(_tables) > KEPT:
+                _tables.popitem(last=False)
+        else:
+            _tables.move_to_end(key)
+        return table
 
 
 def make_table(places: Places, device: torch.device) -> Table:

@@ -157,8 +157,7 @@ class Float8(Format):
         self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling
     ) -> tuple[Mapping[str, Tensor], Tensor]:
         """The elements."""
-        one = torch.ones((), dtype=torch.float32, device=parts["payload"].device)
-        return {**parts, "scale": one}, parts["scale"]
+        return {**parts, "scale": torch.ones_like(parts["scale"])}, parts["scale"]
 
     def turned(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> tuple[dict[str, Tensor], Tensor]:
         """The same elements with scales of 1; the scales are factors of the rows, which become columns."""

@@ -114,27 +114,21 @@ class _Float8Blocks(Format):
 
 
 def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtype, recipe: Recipe) -> Tensor:
-    """The hardware's product: 1 x 128 blocks of x by those of w, 128 x 128 or 1 x 128.
+    """The hardware's product: 1 x 128 blocks of x by those of w.
 
-    Scales of 1 x 128 blocks stand column by column, which must be multiples of 16 bytes. Those of squares stand row by
-    row, one for each square, in rows of as many bytes; nobody reads what fills them up.
+    Square blocks are read as row blocks, since their scales are stored for every row, and a shard or a piece of a
+    weight may begin within a square. Scales stand column by column, which must be multiples of 16 bytes.
     """
     tokens = x["payload"].shape[0]
     short = -tokens % 4
     payload = torch.nn.functional.pad(x["payload"].view(torch.uint8), (0, 0, 0, short)).view(x["payload"].dtype)
-    if getattr(recipe, "blocks", "row") == "square":
-        squares = w["scale"][::BLOCK]  # [ceil(N / 128), ceil(K / 128)]
-        w_scale = torch.nn.functional.pad(squares, (0, -squares.shape[1] % 4)).contiguous().t()
-        kind = ScalingType.BlockWise128x128
-    else:
-        w_scale, kind = _by_columns(w["scale"]), ScalingType.BlockWise1x128
     y = scaled_mm(
         payload,  # [M padded, K]
         w["payload"].t(),  # [K, N]
         _by_columns(torch.nn.functional.pad(x["scale"], (0, 0, 0, short))),
         ScalingType.BlockWise1x128,
-        w_scale,
-        kind,
+        _by_columns(w["scale"]),
+        ScalingType.BlockWise1x128,
         output_dtype=dtype,
     )
     return y[:tokens].contiguous()

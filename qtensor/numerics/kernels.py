@@ -93,15 +93,15 @@ def encode(
     if _runs_as_defined(x):
         values = x.to(torch.float32)
         return formats.encode(values, recipe, formats.shared_amax(values, recipe) if amax is None else amax, blocks)
-    # a pass of its own: the codes of the first rows cannot wait for the largest value of all
-    if amax is None and tensor_wide(recipe) is not None and not _finds_amax_by_hand(x, recipe):
-        amax = shared_amax(x, recipe)
-    if amax is not None and amax.ndim:
-        amax = amax.reshape(-1, 1)
     group = row_multiple(recipe)
     # blocks end with each matrix of a stack
     if blocks is None and group > 1 and x.ndim > 2 and x.shape[-2] % group:
         blocks = BlockFacts(*(scatter_blocks(fact, group) for fact in block_facts(x, recipe)))
+    # a pass of its own: the codes of the first rows cannot wait for the largest value of all
+    if amax is None and tensor_wide(recipe) is not None and (blocks is not None or not _finds_amax_by_hand(x, recipe)):
+        amax = shared_amax(x, recipe)
+    if amax is not None and amax.ndim:
+        amax = amax.reshape(-1, 1)
     if blocks is not None:
         # all scales are decided by the facts, so rows need not come in whole blocks
         facts = [rows_of(fact) for fact in blocks]
@@ -421,7 +421,11 @@ def _over_flat(
         given = [flat, *(arg for arg in args if arg is not None)]
         return dict(zip(names, replayed(kernel, given, call), strict=True))
     found: dict[str, Tensor] = {}
-    for piece in pieces_of(flat, group, kernel):
+    pieces = list(pieces_of(flat, group, kernel))
+    # one call by hand would have found it, and other code has taken its place since: a piece knows its own amax alone
+    if len(pieces) > 1 and tensor_wide(recipe) is not None and args and args[0] is None:
+        return _over_flat(_encode_kernel(recipe.stored, flat.dtype), flat, recipe, [shared_amax(flat, recipe)], group)
+    for piece in pieces:
         parts, _ = kernel(cut_into_tiles(flat[piece], block, group), *(own_rows(arg, piece) for arg in args))
         for name, part in parts.items():
             # tensor-wide, or all rows at once

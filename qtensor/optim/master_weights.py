@@ -213,9 +213,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if taken is None:
             step_masters(inner, stepped, self._masters, self._group)
             return stepped
-        if rest := [param for param in stepped if param not in taken.params]:
-            with stepping_alone(inner, [self._masters[param] for param in rest]):
-                step_masters(inner, rest, self._masters, self._group)
+        rest = [param for param in stepped if param not in taken.params]
+        with taken.like_foreach():
+            # an optimizer that it does not cover steps with all of its parameters, also if none has a gradient
+            if not taken.params:
+                step_masters(inner, stepped, self._masters, self._group)
+            elif rest:
+                with stepping_alone(inner, [self._masters[param] for param in rest]):
+                    step_masters(inner, rest, self._masters, self._group)
         taken.begin()
         return stepped
 

@@ -7,7 +7,9 @@ and so have most of them under the scale of their block:
     NVFP4          q * s, s in E4M3          2 bits * 4 bits: at most 6
     Float8         q                         at most 4
 
-bf16 holds 8. So a bf16 product at full speed multiplies the very numbers that an fp32 one would, and adds them in fp32.
+bf16 holds 8. So a bf16 product at full speed multiplies the very numbers that an fp32 one would, and adds them as
+torch's bf16 products do: in fp32, but for the parts of a long sum that is split, if torch's switch
+`allow_bf16_reduced_precision_reduction` is on, as it is by default.
 Scales that are no powers of two (of rows, or of the tensor) are factors of the sums, in fp32, as the hardware has them.
 
 The range of bf16 is that of fp32, down to 2^-126; below, its steps are 2^-133 and those of fp32 2^-149. Only MXFP8

@@ -142,6 +142,14 @@ def test_options_that_it_does_not_cover_take_the_general_way(interpreter: Interp
     assert interpreter.run(trained, run)["launched"] == []
 
 
+def test_fused_of_torch_has_the_bytes_of_foreach(interpreter: Interpreter) -> None:
+    weights = [Weight((8, 64), MX)]
+    found = interpreter.run(trained, Run("AdamW", weights, optimizer={"foreach": None, "fused": True}))
+    wanted = interpreter.run(trained, Run("AdamW", weights))
+    for after, other in zip(found["after"], wanted["after"], strict=True):
+        assert all(torch.equal(after[name], value) for name, value in other.items())
+
+
 def test_weights_that_are_not_finite_have_the_bytes_of_the_general_way(interpreter: Interpreter) -> None:
     for name, recipe in RECIPES.items():
         rows = 128 if "square" in name else 8

@@ -5,15 +5,20 @@ import logging
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, QuantizedTensor, quantize, use_kernels
-from qtensor.optim.fused.counts import Counts
-from tests.devices import told_of_waits
+from qtensor.optim import fused
+from qtensor.optim.fused.counts import advance_counts, read_counts
+from qtensor.optim.fused.decision import PLAIN
+from qtensor.optim.fused.step import FusedStep
 from tests.gpu_offline.recipes import RECIPES
 
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -69,12 +74,78 @@ def test_a_step_that_must_be_fused_says_why_it_cannot() -> None:
             each.step()
 
 
-def test_counts_on_the_cpu_are_read_each_time() -> None:
-    counts, steps = Counts(), [torch.tensor(3.0), torch.tensor(8.0)]
-    assert counts.read(steps) == [3.0, 8.0]
-    counts.advance(steps)
-    steps[0].data.fill_(20.0)
-    assert counts.read(steps) == [20.0, 9.0]
+def test_counts_are_read_each_time() -> None:
+    steps = [torch.tensor(3.0), torch.tensor(8.0)]
+    assert read_counts(steps) == [3.0, 8.0]
+    advance_counts(steps)
+    steps[0].data.fill_(20.0)  # no version counter tells
+    assert read_counts(steps) == [20.0, 9.0]
+
+
+@contextmanager
+def cpu_for_a_gpu() -> Iterator[None]:
+    """Inside, the fused step is for weights of the CPU; none can be launched."""
+    with (
+        mock.patch.object(fused, "FUSED_ON", {"cpu"}),
+        mock.patch("qtensor.optim.fused.shards.FUSED_ON", {"cpu"}),
+        mock.patch("qtensor.optim.master_weights.available", return_value=True),
+        use_kernels("auto"),
+    ):
+        yield
+
+
+def test_an_optimizer_that_is_not_covered_steps_with_all_of_its_parameters() -> None:
+    """Also in a step without gradients: it may count its steps, and deal its parameters out to ranks."""
+    seen: list[int] = []
+
+    class Whole(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(sum(len(group["params"]) for group in self.param_groups))
+            return super().step(closure)
+
+    params = parameters(MXFP8BlockScaling(), "cpu")
+    optimizer = MasterWeightOptimizer(Whole, params, lr=0.1)
+    with cpu_for_a_gpu():
+        lend(params[:1], 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+    assert seen == [len(params)] * 2
+
+
+def test_groups_that_are_covered_ask_torch_for_its_foreach_step() -> None:
+    """A first step, and one behind a load, take the general way: it must not be torch's own fused kernel."""
+    seen: list[tuple[Any, Any]] = []
+    params = parameters(MXFP8BlockScaling(), "cpu")
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, params, fused=True)
+    inner = optimizer._inner
+    assert inner is not None
+    step = type(inner).step
+
+    def noting(self: Any, closure: Any = None) -> Any:
+        seen.extend((group["foreach"], group["fused"]) for group in self.param_groups)
+        return step(self, closure)
+
+    with cpu_for_a_gpu(), mock.patch.object(torch.optim.AdamW, "step", noting):
+        lend(params, 0)
+        optimizer.step()
+    assert set(seen) == {(True, None)}
+    assert [(group["foreach"], group["fused"]) for group in optimizer.param_groups] == [(None, True)]
+
+
+def test_what_a_weight_stores_is_asked_again_where_its_data_was_exchanged() -> None:
+    """`module.half()` puts other data into the same parameter."""
+    param = torch.nn.Parameter(torch.ones(4, 32, dtype=torch.bfloat16))
+    master = param.detach().float()
+    step = FusedStep(required=False)
+    with cpu_for_a_gpu(), mock.patch.object(FusedStep, "_compiled", return_value=""):
+        found = []
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            param.data = param.data.to(dtype)
+            param.grad = torch.ones_like(param)
+            found.append(step._look((param, master), {}, PLAIN, 0))
+    assert [found[0].kind.output.element, found[1].kind.output.element] == [torch.bfloat16, torch.float16]
+    assert found[2] == "it is a Parameter of torch.float32"
 
 
 @pytest.mark.gpu
@@ -99,28 +170,24 @@ def test_the_fused_step_writes_the_bytes_of_the_general_way(name: str, rule: str
 
 
 @pytest.mark.gpu
-def test_steps_after_fused_ones_of_torch_go_on_and_wait_for_nothing_but_digests() -> None:
-    """torch keeps the counts on the GPU then: they are read once, and in place writes into them are seen."""
-    params = parameters(MXFP8BlockScaling(), "cuda")
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW, params, fused_step=True, fused=True, lr=1e-2)
-    for step in range(4):
-        lend(params, step)
-        if step == 3:
-            optimizer.state[params[0]]["step"].fill_(10.0)
-        with use_kernels("auto"):
-            optimizer.step()
-        for param in params[: len(SHAPES)]:
-            again = quantize(optimizer.state[param]["master_weight"], MXFP8BlockScaling())
-            assert torch.equal(param.payload.view(torch.uint8), again.payload.view(torch.uint8))
-            assert torch.equal(param.scale.view(torch.uint8), again.scale.view(torch.uint8))
-    counts = [optimizer.state[param]["step"] for param in params]
-    assert {count.device.type for count in counts} == {"cuda"}
-    assert [count.item() for count in counts] == [11.0] + [4.0] * (len(params) - 1)
-    known = Counts()
-    known.read(counts)
-    with told_of_waits("error"):
-        known.advance(counts)
-        assert known.read(counts) == [12.0] + [5.0] * (len(params) - 1)
+def test_with_fused_of_torch_all_steps_are_those_of_foreach() -> None:
+    """Through a load, too; and counts that torch left on the GPU are read in each step."""
+    ran = []
+    for options in ({"fused": True}, {"foreach": True}):
+        params = parameters(MXFP8BlockScaling(), "cuda")
+        optimizer = MasterWeightOptimizer(torch.optim.AdamW, params, fused_step=True, lr=1e-2, **options)
+        for step in range(5):
+            lend(params, step)
+            if step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if step == 3:
+                for state in optimizer._inner.state.values():
+                    state["step"] = state["step"].to("cuda")
+            with use_kernels("auto"):
+                optimizer.step()
+        ran.append(held(params, optimizer))
+    first, second = ran
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True] * len(first)
 
 
 @pytest.mark.gpu

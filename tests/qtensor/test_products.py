@@ -23,6 +23,7 @@ from qtensor import (
     NVFP4BlockScaling,
     QuantizedTensor,
     quantize,
+    use_kernels,
 )
 from qtensor.formats import float8, float8_blocks, mxfp8, nvfp4
 from qtensor.numerics import kernels
@@ -373,18 +374,13 @@ def float8_scaled_mm(  # noqa: PLR0917 - the signature of scaled_mm
     assert a_kind == ScalingType.BlockWise1x128
     assert rows % 4 == 0
     assert (a_scale.shape, a_scale.T.is_contiguous()) == ((rows, blocks), True)
-    if b_kind == ScalingType.BlockWise1x128:
-        assert (b_scale.shape, b_scale.T.is_contiguous()) == ((columns, blocks), True)
-        spread = b_scale
-    else:
-        assert b_kind == ScalingType.BlockWise128x128
-        assert (b_scale.shape, b_scale.T.is_contiguous()) == ((blocks + -blocks % 4, -(-columns // 128)), True)
-        spread = b_scale[:blocks].T.repeat_interleave(128, dim=0)[:columns]
+    assert b_kind == ScalingType.BlockWise1x128
+    assert (b_scale.shape, b_scale.T.is_contiguous()) == ((columns, blocks), True)
 
     def values(elements: Tensor, scale: Tensor) -> Tensor:
         return elements.float() * scale.repeat_interleave(128, dim=1)[:, :inner]
 
-    return (values(a, a_scale) @ values(b.T, spread).T).to(dtype)
+    return (values(a, a_scale) @ values(b.T, b_scale).T).to(dtype)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> Callable[..., Tensor]:
@@ -405,6 +401,17 @@ def assert_close_to_the_emulation(y: Tensor, x: Tensor, values: Tensor, recipe: 
     expected = (rows @ values.T).to(x.dtype)
     error = (y.reshape(expected.shape).double() - expected.double()).abs()
     assert (error <= accumulation_bound(rows, values, x.dtype)).all()
+
+
+def test_the_hardware_is_given_the_scales_of_rows_that_begin_within_a_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a shard, or of a fused weight's piece, may: their first row tells the scales of no square."""
+    recipe = Float8BlockScaling(activations="dynamic")
+    w = quantize(weight(320, 256) * torch.exp2(torch.arange(320) // 64)[:, None].bfloat16(), recipe)
+    x = tokens(7, 256)
+    for first, last in ((64, 192), (192, 320)):
+        piece = w[first:last]
+        y = asked(monkeypatch, recipe)(x, piece)
+        assert_close_to_the_emulation(y, x, w.dequantize(torch.float32)[first:last], recipe)
 
 
 @hardware_recipes
@@ -481,6 +488,15 @@ def test_a_bf16_product_multiplies_what_the_emulation_does(
     y = product(x, w)
     assert (y.shape, y.dtype) == ((*shape[:-1], 64), dtype)
     assert_close_to_the_emulation(y, x, w.dequantize(torch.float32), recipe)
+
+
+@pytest.mark.usefixtures("in_bf16")
+@pytest.mark.parametrize("recipe", EXACT.values(), ids=EXACT.keys())
+def test_large_operands_take_a_bf16_product_too(recipe: Any) -> None:
+    """From 2^18 elements on they are decoded by rows."""
+    w, x = quantize(weight(), recipe), tokens(2**12, 96)
+    with use_kernels("eager"):
+        assert_close_to_the_emulation(product(x, w), x, w.dequantize(torch.float32), recipe)
 
 
 @pytest.mark.usefixtures("in_bf16")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.scale_sync import cuts_of
-from fsdp_hooks.torch_private import local_of
+from fsdp_hooks.torch_private import is_zero_tensor, local_of
 from qtensor.numerics import kernels
 from qtensor.optim.fused import FUSED_ON
 from qtensor.optim.fused.decision import GRADS, Output, Rule, dense, quantized
@@ -163,6 +163,8 @@ def _gradient_of(param: Tensor, master: Tensor, own: Tensor) -> Tensor | str:
         return f"its gradient is a {type(grad).__qualname__} of {grad.dtype}"
     if grad.shape != own.shape or grad.device != own.device or not grad.is_contiguous() or grad.is_neg():
         return "its gradient is laid out otherwise"
+    if is_zero_tensor(grad):
+        return "its gradient has no memory"
     return grad
 
 

@@ -11,7 +11,8 @@ each kind of shard (optimizer, gradient's dtype, format, length of rows under on
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from fsdp_hooks.kernels.compiled import use_kernels
 from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, local_of, without_torch_function
-from qtensor.optim.fused.counts import Counts
+from qtensor.optim.fused.counts import advance_counts, read_counts
 from qtensor.optim.fused.decision import Output, Rule, numbers_of, refuse_optimizer, rule_of
 from qtensor.optim.fused.plan import Launch, Pass, planned
 from qtensor.optim.fused.shards import Kind, Shard, output_of, shard_of
@@ -43,10 +44,10 @@ class FusedStep:
 
     def __init__(self, *, required: bool) -> None:
         self._required = required
-        self._outputs: dict[Tensor, tuple[Tensor, Output | str]] = {}  # of each parameter's shard
+        self._outputs: dict[Tensor, tuple[Tensor, object, Output | str]] = {}  # of each parameter's shard
         self._broken: dict[Kind | Output, str] = {}  # what was compiled: why it cannot be; ""
         self._told: dict[Tensor, str] = {}
-        self._owners, self._counts = Owners(), Counts()
+        self._owners = Owners()
 
     @torch.no_grad()
     def take(
@@ -89,18 +90,22 @@ class FusedStep:
                         options.append(inner.param_groups[group])
                     else:
                         self._tell(param, found)
-        return Taken(shards, options, self._owners, self._counts)
+        covered = [group for group, rule in zip(inner.param_groups, rules, strict=True) if isinstance(rule, Rule)]
+        return Taken(shards, options, self._owners, covered)
 
     def _look(self, pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule, slot: int) -> Shard | str:
         param, master = pair
         if rule.states and not state:
             return FIRST
-        known = self._outputs.get(param)
-        if known is None or known[0] is not local_of(param):
-            known = self._outputs[param] = local_of(param), output_of(param, master)
-        if isinstance(known[1], str):
-            return known[1]
-        shard = shard_of(pair, state, rule, known[1], slot)
+        known, local = self._outputs.get(param), local_of(param)
+        # `param.data = ...` exchanges what is inside of the same object
+        looks = (local.dtype, local.shape, local.device)
+        if known is None or known[0] is not local or known[1] != looks:
+            known = self._outputs[param] = local, looks, output_of(param, master)
+        output = known[2]
+        if isinstance(output, str):
+            return output
+        shard = shard_of(pair, state, rule, output, slot)
         if isinstance(shard, str):
             return shard
         if why := self._compiled(shard.kind, shard.kind.device):
@@ -115,6 +120,9 @@ class FusedStep:
             none, amax = (torch.zeros(size, dtype=torch.int32, device=device) for size in (0, 1))
             try:
                 run(what, table, none, amax)
+            except torch.OutOfMemoryError:
+                del self._broken[what]
+                raise
             except Exception as error:
                 if use_kernels.mode == "compiled":
                     raise
@@ -156,12 +164,32 @@ class Taken:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], options: Sequence[Mapping[str, Any]], owners: Owners, counts: Counts
+        self,
+        shards: Sequence[Shard],
+        options: Sequence[Mapping[str, Any]],
+        owners: Owners,
+        covered: Sequence[dict[str, Any]],
     ) -> None:
-        self._shards, self._options, self._owners, self._counts = shards, options, owners, counts
+        self._shards, self._options, self._owners, self._covered = shards, options, owners, covered
         self.params = {shard.param for shard in shards}
         self.claims: dict[Tensor, Tensor] = {}
         self._on: list[_OnDevice] = []
+
+    @contextmanager
+    def like_foreach(self) -> Iterator[None]:
+        """Inside, the groups that the fused way covers ask torch for its foreach step, whose bytes are those here.
+
+        A weight may go the other way in any step: in its first one, behind a load, where ranks share its rows. So both
+        ways are one step, and what torch takes by itself (its own fused kernel, a loop) would be another.
+        """
+        asked = [(group, group["foreach"], group["fused"]) for group in self._covered]
+        try:
+            for group in self._covered:
+                group["foreach"], group["fused"] = True, None
+            yield
+        finally:
+            for group, foreach, fused in asked:
+                group["foreach"], group["fused"] = foreach, fused
 
     def begin(self) -> None:
         """Step what need not wait for other ranks; finds the amaxes that are claimed."""
@@ -176,7 +204,7 @@ class Taken:
             self.claims |= {param: found[slot : slot + 1] for param, slot in later}
         now = [shard for shard in self._shards if not shard.parts or shard.later is not None]
         self._launch("now")
-        self._counts.advance([shard.step for shard in now if shard.step is not None])
+        advance_counts([shard.step for shard in now if shard.step is not None])
 
     def finish(self, agreed: Mapping[Tensor, Tensor | None]) -> None:
         """Step the other shards, and write all parts.
@@ -186,7 +214,7 @@ class Taken:
         """
         behind = [shard for shard in self._shards if shard.parts and shard.later is None]
         self._launch("behind")
-        self._counts.advance([shard.step for shard in behind if shard.step is not None])
+        advance_counts([shard.step for shard in behind if shard.step is not None])
         if any(agreed.get(param) is not None for param in self.claims):
             # a slot for each shard, whether it claims one or not
             for on in self._on:
@@ -208,7 +236,7 @@ class Taken:
     def _numbers(self) -> list[list[int]]:
         """Return what each shard's row says of its group and of its step."""
         counted = [shard.step for shard in self._shards if shard.step is not None]
-        counts = iter(self._counts.read(counted))
+        counts = iter(read_counts(counted))
         known: dict[tuple[int, float], list[int]] = {}
         found = []
         for shard, options in zip(self._shards, self._options, strict=True):
