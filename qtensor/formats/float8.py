@@ -10,7 +10,6 @@ affects no other element.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,12 +77,8 @@ class Float8CurrentScaling(Recipe):
     @property
     def of_rows(self) -> Recipe:
         """With one scale a row, which is found and used in one pass over the row."""
-        return _of_rows(self)
-
-
-@functools.cache
-def _of_rows(recipe: Float8CurrentScaling) -> Float8CurrentScaling:
-    return recipe if recipe.granularity == "row" else dataclasses.replace(recipe, granularity="row")
+        # made anew each time: dynamo warns of caches that it traces through
+        return self if self.granularity == "row" else dataclasses.replace(self, granularity="row")
 
 
 class Float8(Format):

@@ -246,18 +246,18 @@ def _encode_kernel(
     recipe: Recipe, dtype: torch.dtype, *, own: bool = False, decided: bool = False, strided: bool = False
 ) -> Kernel:
     fmt = format_of(recipe)
-    block = block_multiple(recipe)
+    block, wide = block_multiple(recipe), tensor_wide(recipe) is not None
 
     def encode(x: Tensor, amax: Tensor | None, *facts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         values = join_tiles(x, block).to(torch.float32)
         if own:
-            amax = row_amax(values) if tensor_wide(recipe) is None else finite_amax(values)
+            amax = finite_amax(values) if wide else row_amax(values)
         quantizer = fmt.quantizer(values, recipe, amax, BlockFacts(*facts) if decided else None)
         enc, _ = fmt.grid(recipe, quantizer)
         return fmt.encode_with(values, recipe, quantizer, enc), enc
 
     kind = (
-        (f"_of_{'rows' if tensor_wide(recipe) is None else 'tensor'}" if own else "")
+        (f"_of_{'tensor' if wide else 'rows'}" if own else "")
         + ("_of_cut_blocks" if decided else "")
         + ("_strided" if strided else "")
     )
