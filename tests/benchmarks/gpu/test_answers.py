@@ -10,6 +10,7 @@ import pytest
 from benchmarks.gpu import asking, linear, optimizer, step
 from benchmarks.gpu.question import FULL, TINY, Row
 from benchmarks.gpu.table import of_aims, of_question
+from tests.sampling import sampled
 
 ON_CUDA_ALONE = {"peak GB", "rest GB"}
 # One of each kind: the others differ in their recipes alone, which other tests go through.
@@ -25,7 +26,8 @@ def answered(name: str) -> tuple[Any, list[Row]]:
     return question, rows
 
 
-@pytest.mark.parametrize("name", [name for name in asking.QUESTIONS if name not in ("gpu_tests", "step")])
+# seconds each; the others ask in the same way
+@sampled("name", [name for name in asking.QUESTIONS if name not in ("gpu_tests", "step")], kept=["kernels", "linear"])
 def test_every_question_is_answered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer, "WAYS", {"fused": optimizer.WAYS["fused"]})
     question, rows = answered(name)
@@ -38,6 +40,7 @@ def test_every_question_is_answered(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert len(of_question(rows)) == 2 + len(rows)
 
 
+@pytest.mark.full  # it compiles
 @pytest.mark.filterwarnings("ignore")  # torch's compiler and torchao warn; benchmarks run as users' scripts do
 def test_a_step_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     every = [f"{name}{said}" for name in step.CONTENDERS for said in ("", step.COMPILED)]
