@@ -160,7 +160,7 @@ class Kernel:
         return self.run(*args, out=out) if self.compiles(args[0]) else self.eager(*args)
 
     def run(self, *args: Any, out: Any = None) -> Any:
-        """Do the same where `compiles`, or `would_compile`, has just said yes to the first of them."""
+        """Do the same, after `compiles` or `would_compile` has just said yes to the first argument."""
         for arg in args:
             # subclasses are somebody's way of watching or faking tensors
             if type(arg) is not Tensor and isinstance(arg, Tensor):
@@ -177,7 +177,7 @@ class Kernel:
 
     def compiled_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the function that compiles, or has compiled, for such arguments; it may mark them for the compiler."""
-        if self.by_hand is not None and self.has_by_hand(args[0]):
+        if self.by_hand is not None and args[0].device.type in BY_HAND_ON:
             return self.by_hand
         layout = None if args[0].device.type == "cpu" else _layout(args)
         # a model has fewer row lengths: one that goes on making them gets the dynamic code
@@ -203,7 +203,7 @@ class Kernel:
 
     def runs_by_hand(self, large: Tensor) -> bool:
         """Return whether such a call runs what was written by hand, if that does not fail."""
-        return self.by_hand is not None and large.device.type in BY_HAND_ON and self.compiles(large)
+        return self.has_by_hand(large) and self.compiles(large)
 
     def compiles(self, large: Tensor) -> bool:
         """Return whether a call with `large` as its first argument runs compiled, under the current policy."""

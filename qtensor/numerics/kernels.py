@@ -195,7 +195,8 @@ def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> T
     pieces = list(pieces_of(payload, 1, kernel))
     tiles = [cut_into_tiles(payload[piece], how.block) for piece in pieces]
     if len(pieces) == 1:
-        return torch.ops.aten._unsafe_view(kernel(tiles[0], *others), shape)  # type: ignore[no-any-return] # likewise
+        # not a view, as in _decode_whole
+        return torch.ops.aten._unsafe_view(kernel(tiles[0], *others), shape)  # type: ignore[no-any-return]
     values = torch.empty(shape, dtype=dtype, device=payload.device)
     flat = values.view(-1, shape[-1])
     for piece, tile in zip(pieces, tiles, strict=True):
