@@ -101,12 +101,13 @@ def _by_one_launch(groups: Sequence[Sequence[Tensor]], device: torch.device) -> 
         for given in group:
             if type(given) not in PLAIN or given.device != device:
                 return None
-            tensor = given
-            if not given.is_contiguous() or given.is_neg() or given.is_conj() or not given.data_ptr():
+            tensor, address = given, given.data_ptr()
+            if not address or not given.is_contiguous() or given.is_neg() or given.is_conj():
                 tensor = resolve(given.detach()).contiguous()
                 copies.append(tensor)
+                address = tensor.data_ptr()
             nbytes = tensor.nbytes
-            own.append((tensor.data_ptr(), nbytes))
+            own.append((address, nbytes))
             total += nbytes
         places.append(tuple(own))
     few = total < ENOUGH and BY_HAND not in sys.modules  # once it is compiled, for the first large ones, it serves all

@@ -382,8 +382,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 if isinstance(shard, QuantizedTensor):
                     # also one without a gradient: another rank may have one for its shard
                     if listed or param in with_grad:
-                        facts = param in with_grad, param in self._fresh
-                        trained.append(Trained(self._labels[param], param, shard, own, *facts, claims.get(param)))
+                        # each question to a dictionary takes a microsecond of a step with thousands of weights
+                        facts = param in with_grad, bool(self._fresh) and param in self._fresh
+                        claim = claims.get(param) if claims else None
+                        trained.append(Trained(self._labels[param], param, shard, own, *facts, claim))
                     continue
                 if master is not param and param in with_grad and param not in written:
                     plain.append((param, shard, own))
@@ -405,7 +407,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         due = moved
         if self._taken is not None:
             due = [number for number in moved if trained[number].param not in self._taken.params]
-            self._taken.finish({one.param: amax for one, amax in zip(trained, outcome.scales, strict=True)})
+            agreed = zip(trained, outcome.scales, strict=True) if self._taken.claims else ()
+            self._taken.finish({one.param: amax for one, amax in agreed})
         write_each(
             [trained[number].shard for number in due],
             [trained[number].master for number in due],
@@ -413,7 +416,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             [outcome.cuts[number] for number in due],
         )
         # a shard without elements stays fresh: it cannot say that something moved
-        self._fresh -= {trained[number].param for number in moved if trained[number].master.numel()}
+        if self._fresh:
+            self._fresh -= {trained[number].param for number in moved if trained[number].master.numel()}
         return {trained[number].param for number in moved}
 
     def _publish_state(self, params: Iterable[Tensor]) -> None:

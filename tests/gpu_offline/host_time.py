@@ -12,6 +12,7 @@ The GPU is one that does nothing (idle.py). Programs are those of a training ste
     pre_all_gather      FSDP2's hook in front of a gather, and the question for its signature
     post_all_gather     FSDP2's hook behind a gather that fills a weight again, for two ranks and for one
     FSDP2               forward and backward of 28 linears in four groups, for each of them
+    step of 28, of 256  MasterWeightOptimizer's, of so many weights that take its fused way, for each of them
 
 `torch` is the format of the same on a bf16 weight. Calls and instructions are the same in every run: calls have budgets
 (test_host_time.py). Time is that of a machine, and of its other load.
@@ -50,6 +51,7 @@ FORMATS = {
     "nvfp4": qt.NVFP4BlockScaling(),
 }
 RANKS = 2
+STEPPED = (28, 256)  # weights of an optimizer
 WARM_UP, ROUNDS, COUNTED = 3, 5, 2
 Program = Callable[[], object]
 
@@ -103,6 +105,22 @@ def sharded(recipe: Any) -> Program:
     return run
 
 
+def stepped(recipe: Any, count: int) -> Program:
+    """A step that is not the first one: AdamW's, of weights that a step has written before."""
+    params = [nn.Parameter(qt.quantize(values(SIZE, SIZE), recipe)) for _ in range(count)]
+    for param in params:
+        param.grad = values(SIZE, SIZE)
+    optimizer = qt.MasterWeightOptimizer(torch.optim.AdamW, params, foreach=True)
+    inner = optimizer._inner
+    assert inner is not None
+    for master in optimizer._masters.values():
+        moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        inner.state[master] = {"step": torch.ones((), device="cpu"), **moments}
+    optimizer._fresh.clear()  # this GPU has none of the operations that a first step takes
+    optimizer._fused_step = True
+    return optimizer.step
+
+
 def programs() -> Iterator[tuple[str, str, Program, int]]:
     """(format, program, what runs it, how many weights it uses)."""
     dense = values(SIZE, SIZE)
@@ -117,6 +135,9 @@ def programs() -> Iterator[tuple[str, str, Program, int]]:
         yield name, "post_all_gather, one rank", refilled(weight, 1), 1
     for name, recipe in {"torch": None, **FORMATS}.items():
         yield name, "FSDP2", sharded(recipe), LAYERS
+    for name, trained in FORMATS.items():
+        for count in STEPPED:
+            yield name, f"step of {count}", stepped(trained, count), count
 
 
 def calls_of(program: Program) -> int:

@@ -40,6 +40,8 @@ class Launcher:
 class Stream:
     """Stands for torch.cuda.Stream."""
 
+    cuda_stream = 0
+
     def __init__(self, *options: Any, **others: Any) -> None:
         pass
 
@@ -90,6 +92,8 @@ def idle_gpu() -> None:
     for where, names in ((torch.cuda, ("current_stream", "default_stream")), (torch.accelerator, ("current_stream",))):
         for name in names:
             setattr(where, name, lambda device=None: default)
+    # no memory of the host is pinned: a copy takes what it takes
+    Tensor.pin_memory = lambda self, device=None: self  # type: ignore[assignment, method-assign, return-value]
     Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment, method-assign]
     torch.UntypedStorage.resize_ = lambda self, size: None  # type: ignore[assignment, method-assign]
     # gradients are computed by the thread that asks for them, so that one counter sees all

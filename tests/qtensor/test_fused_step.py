@@ -1,12 +1,15 @@
 """The fused step of MasterWeightOptimizer: where it is not taken, and, on a GPU, the bytes of the general way."""
 
 import copy
+import gc
 import logging
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,11 +17,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, QuantizedTensor, quantize, use_kernels
+from qtensor import (
+    Float8CurrentScaling,
+    MasterWeightOptimizer,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+    use_kernels,
+)
 from qtensor.optim import fused
 from qtensor.optim.fused.counts import advance_counts, read_counts
 from qtensor.optim.fused.decision import PLAIN
+from qtensor.optim.fused.facts import FactsReader
 from qtensor.optim.fused.step import FusedStep
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.tensor.contents import preserve
 from tests.gpu_offline.recipes import RECIPES
 
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -37,14 +51,14 @@ def parameters(recipe: Any, device: str) -> list[nn.Parameter]:
     return [*weights, *dense, nn.Parameter(torch.randn(64, device=device))]
 
 
-def lend(params: list[nn.Parameter], step: int) -> None:
+def lend(params: Sequence[Tensor], step: int) -> None:
     torch.manual_seed(step)
     for param in params:
         param.grad = torch.randn(param.shape, device=param.device).to(param.dtype)
 
 
 def held(params: list[nn.Parameter], optimizer: MasterWeightOptimizer) -> list[Tensor]:
-    found = []
+    found: list[Tensor] = []
     for param in params:
         found += param.parts().values() if isinstance(param, QuantizedTensor) else [param.detach()]
         found += [value for value in optimizer.state[param].values() if isinstance(value, Tensor)]
@@ -138,14 +152,199 @@ def test_what_a_weight_stores_is_asked_again_where_its_data_was_exchanged() -> N
     param = torch.nn.Parameter(torch.ones(4, 32, dtype=torch.bfloat16))
     master = param.detach().float()
     step = FusedStep(required=False)
+    found: list[Any] = []
     with cpu_for_a_gpu(), mock.patch.object(FusedStep, "_compiled", return_value=""):
-        found = []
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             param.data = param.data.to(dtype)
             param.grad = torch.ones_like(param)
-            found.append(step._look((param, master), {}, PLAIN, 0))
+            found.append(step._look((param, master), {}, PLAIN, FactsReader())[0])
     assert [found[0].kind.output.element, found[1].kind.output.element] == [torch.bfloat16, torch.float16]
     assert found[2] == "it is a Parameter of torch.float32"
+
+
+# -- what is kept from step to step ------------------------------------------------------------------------------------
+
+
+def stepped_once() -> MasterWeightOptimizer:
+    """An optimizer whose weights have all been written and have gradients; two groups."""
+    recipes = (MXFP8BlockScaling(), NVFP4BlockScaling(), Float8CurrentScaling())
+    weights = [nn.Parameter(quantize(torch.randn(32, 32).bfloat16(), recipe)) for recipe in recipes]
+    dense = nn.Parameter(HighPrecisionWeight(torch.randn(32, 32).bfloat16(), MXFP8BlockScaling()))
+    plain = [nn.Parameter(torch.randn(32, 32).bfloat16()), nn.Parameter(torch.randn(32, 32))]
+    groups = [{"params": [*weights, dense]}, {"params": plain, "lr": 0.1}]
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, groups, lr=1e-2)
+    lend([*weights, dense, *plain], 0)
+    optimizer.step()
+    optimizer._fresh.clear()
+    return optimizer
+
+
+def taken_by(optimizer: MasterWeightOptimizer) -> list[Any]:
+    """All that a step would take the fused way, in words that can be compared."""
+    inner = optimizer._inner
+    assert inner is not None
+    stepped = [param for param in optimizer._masters if param.grad is not None and param.requires_grad]
+    taken = optimizer._take_fused(inner, stepped)
+    assert taken is not None
+    turns = [
+        (id(turn.shard.param), replace(turn.shard, param=None), turn.grad, id(turn.taken), id(turn.options))  # type: ignore[arg-type]
+        for turn in taken._turns
+    ]
+    return [*turns, *taken._plans]
+
+
+def shift(grad: Tensor) -> Tensor:
+    """The same numbers, which begin elsewhere."""
+    room = torch.zeros(grad.numel() + 1, dtype=grad.dtype)
+    return room[1:].view(grad.shape).copy_(grad)
+
+
+def anew(weight: Tensor) -> QuantizedTensor:
+    assert isinstance(weight, QuantizedTensor)
+    return quantize(torch.randn(weight.shape).to(weight.dtype), weight.recipe)
+
+
+def set_data(tensor: Any, value: Tensor) -> None:
+    tensor.data = value
+
+
+def keep_value(weight: Any) -> None:
+    preserve(weight, torch.zeros(weight.shape))
+
+
+def forget_state(optimizer: Any, master: Tensor) -> None:
+    optimizer._inner.state[master] = {}
+
+
+def load(optimizer: MasterWeightOptimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer._fresh.clear()
+
+
+def add_group(optimizer: MasterWeightOptimizer) -> None:
+    param = nn.Parameter(quantize(torch.randn(32, 32).bfloat16(), MXFP8BlockScaling()))
+    optimizer.add_param_group({"params": [param]})
+    lend([param], 1)
+    assert optimizer._inner is not None
+    master = optimizer._masters[param]
+    moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer._inner.state[master] = {"step": torch.ones(()), **moments}
+    optimizer._fresh.clear()
+
+
+def set_option(optimizer: Any, number: int, **options: Any) -> None:
+    optimizer._inner.param_groups[number].update(options)
+
+
+# (optimizer, one of its parameters, its master, the master's state); which of the parameters each is about: below
+CHANGES: dict[str, tuple[int, Callable[[Any, Any, Tensor, Any], object]]] = {
+    "data of a quantized weight": (0, lambda o, p, m, s: set_data(p, anew(p))),
+    "a part": (0, lambda o, p, m, s: setattr(p, "scale", p.scale.clone())),
+    "data of a part": (1, lambda o, p, m, s: set_data(p.payload, p.payload.clone())),
+    "a part that covers all values": (1, lambda o, p, m, s: setattr(p, "global_scale", p.global_scale.clone())),
+    "data of a plain weight": (4, lambda o, p, m, s: set_data(p, p.data.clone())),
+    "another dtype of a plain weight": (4, lambda o, p, m, s: set_data(p, p.data.half())),
+    "data of a weight in fp32": (5, lambda o, p, m, s: set_data(p, p.data.clone())),
+    "what stays dense": (3, lambda o, p, m, s: setattr(p, "dense", p.dense.clone())),
+    "a preserved value": (0, lambda o, p, m, s: keep_value(p)),
+    "a master": (0, lambda o, p, m, s: o._masters.update({p: m.clone()})),
+    "data of a master": (0, lambda o, p, m, s: set_data(m, m.clone())),
+    "strides of a master": (0, lambda o, p, m, s: m.t_()),
+    "shape of a moment": (0, lambda o, p, m, s: s["exp_avg"].resize_(16, 64)),
+    "data of a moment": (0, lambda o, p, m, s: set_data(s["exp_avg"], s["exp_avg"].clone())),
+    "a moment by hand": (0, lambda o, p, m, s: s.update(exp_avg_sq=s["exp_avg_sq"].clone())),
+    "dtype of a moment": (0, lambda o, p, m, s: s.update(exp_avg=s["exp_avg"].double())),
+    "dtype of a moment, at its place": (0, lambda o, p, m, s: set_data(s["exp_avg"], s["exp_avg"].view(torch.int32))),
+    "strides of a moment": (0, lambda o, p, m, s: s["exp_avg"].t_()),
+    "moments that change places": (0, lambda o, p, m, s: s.update(exp_avg=s["exp_avg_sq"], exp_avg_sq=s["exp_avg"])),
+    "no moment": (0, lambda o, p, m, s: s.pop("exp_avg")),
+    "one moment more": (0, lambda o, p, m, s: s.update(max_exp_avg_sq=m.clone())),
+    "a count by hand": (0, lambda o, p, m, s: s.update(step=torch.tensor(7.0))),
+    "dtype of a count": (0, lambda o, p, m, s: s.update(step=torch.tensor(7))),
+    "class of a count": (0, lambda o, p, m, s: s.update(step=nn.Parameter(torch.tensor(7.0)))),
+    "no state": (0, lambda o, p, m, s: forget_state(o, m)),
+    "another gradient": (0, lambda o, p, m, s: setattr(p, "grad", p.grad.clone())),
+    "dtype of a gradient": (0, lambda o, p, m, s: set_data(p.grad, p.grad.float())),
+    "strides of a gradient": (0, lambda o, p, m, s: p.grad.t_()),
+    "where a gradient begins": (0, lambda o, p, m, s: set_data(p.grad, shift(p.grad))),
+    "a negative gradient": (0, lambda o, p, m, s: set_data(p.grad, torch._neg_view(p.grad))),
+    "a gradient without memory": (
+        0,
+        lambda o, p, m, s: set_data(p.grad, torch._efficientzerotensor(p.shape, dtype=p.dtype)),
+    ),
+    "a sparse gradient": (5, lambda o, p, m, s: setattr(p, "grad", p.grad.to_sparse())),
+    "zero_grad": (0, lambda o, p, m, s: o.zero_grad()),
+    "no gradient": (2, lambda o, p, m, s: setattr(p, "grad", None)),
+    "a weight that is frozen": (1, lambda o, p, m, s: p.requires_grad_(False)),
+    "a weight that others wrote": (0, lambda o, p, m, s: o._fresh.add(p)),
+    "the rule of a group": (0, lambda o, p, m, s: set_option(o, 0, amsgrad=True)),
+    "a loaded state": (0, lambda o, p, m, s: load(o)),
+    "one group more": (0, lambda o, p, m, s: add_group(o)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_kept_is_what_is_found_anew(change: str) -> None:
+    """Whatever changes between two steps: no step goes by what was true before."""
+    number, change_it = CHANGES[change]
+    optimizer = stepped_once()
+    param = list(optimizer._masters)[number]
+    master = optimizer._masters[param]
+    assert optimizer._inner is not None
+    with cpu_for_a_gpu(), mock.patch.object(FusedStep, "_compiled", return_value=""), torch.no_grad():
+        before = taken_by(optimizer)
+        kept = optimizer._fused
+        assert taken_by(optimizer) == before
+        change_it(optimizer, param, master, optimizer._inner.state[master])
+        found = taken_by(optimizer)
+        optimizer._fused = None
+        assert found == taken_by(optimizer)
+        assert found != before
+        # and back again, where there is a way back
+        optimizer._fused = kept
+        assert taken_by(optimizer) == found
+
+
+def test_a_step_like_the_last_one_decides_nothing() -> None:
+    optimizer = stepped_once()
+    with cpu_for_a_gpu(), mock.patch.object(FusedStep, "_compiled", return_value="") as compiled, torch.no_grad():
+        before = taken_by(optimizer)
+        assert len({entry[0] for entry in before if isinstance(entry, tuple)}) == 6
+        asked = compiled.call_count
+        lend(list(optimizer._masters), 1)
+        with mock.patch("qtensor.optim.fused.step.output_of"), mock.patch("qtensor.optim.fused.step.shard_of"):
+            again = taken_by(optimizer)
+        assert compiled.call_count == asked
+    assert [entry[1] for entry in again[:6]] == [entry[1] for entry in before[:6]]
+    assert again[6] is before[6]  # the very plan
+
+
+def test_copies_of_an_optimizer_keep_nothing_of_it() -> None:
+    optimizer = stepped_once()
+    with cpu_for_a_gpu(), mock.patch.object(FusedStep, "_compiled", return_value=""), torch.no_grad():
+        taken_by(optimizer)
+        for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            assert other._fused is None
+            lend(list(other._masters), 0)
+            places = {entry[1].addresses.master for entry in taken_by(other)[:6]}
+            assert places == {master.data_ptr() for master in other._masters.values()}
+
+
+def test_what_is_kept_keeps_no_memory() -> None:
+    """A state that is loaded takes the place of the old one, which is let go of before a step."""
+    optimizer = stepped_once()
+    assert optimizer._inner is not None
+    with cpu_for_a_gpu(), mock.patch.object(FusedStep, "_compiled", return_value=""), torch.no_grad():
+        taken_by(optimizer)
+        state = optimizer._inner.state[next(iter(optimizer._masters.values()))]
+        held = [weakref.ref(value) for value in state.values()]
+        state.clear()
+        optimizer.state.clear()
+        gc.collect()
+        assert [one() for one in held] == [None] * 3
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -181,7 +380,9 @@ def test_with_fused_of_torch_all_steps_are_those_of_foreach() -> None:
             if step == 2:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             if step == 3:
-                for state in optimizer._inner.state.values():
+                inner = optimizer._inner
+                assert inner is not None
+                for state in inner.state.values():
                     state["step"] = state["step"].to("cuda")
             with use_kernels("auto"):
                 optimizer.step()

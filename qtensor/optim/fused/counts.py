@@ -15,15 +15,19 @@ from fsdp_hooks.torch_private import foreach_add
 
 def read_counts(steps: Sequence[Tensor]) -> list[float]:
     """Return the counts; one host sync if some are on a GPU."""
-    away = [step for step in steps if step.device.type != "cpu"]
+    away = [step for step in steps if not step.is_cpu]
     told = iter(torch.stack([step.reshape(()).to(away[0].device) for step in away]).tolist() if away else [])
-    return [step.item() if step.device.type == "cpu" else next(told) for step in steps]
+    return [step.item() if step.is_cpu else next(told) for step in steps]
 
 
 def advance_counts(steps: Sequence[Tensor]) -> None:
     """Add 1 to each, as torch's optimizers do."""
-    by_device: dict[torch.device, list[Tensor]] = {}
+    one = torch.ones((), dtype=torch.float32, device="cpu")
+    away: dict[torch.device, list[Tensor]] = {}
     for step in steps:
-        by_device.setdefault(step.device, []).append(step)
-    for own in by_device.values():
-        foreach_add(own, torch.ones((), dtype=torch.float32, device="cpu") if own[0].is_cpu else 1)
+        if step.is_cpu:
+            step.add_(one)  # torch's function for lists takes twice as long there
+        else:
+            away.setdefault(step.device, []).append(step)
+    for own in away.values():
+        foreach_add(own, 1)

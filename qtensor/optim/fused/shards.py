@@ -1,11 +1,14 @@
-"""What a parameter's step reads and writes, or why it takes the general way: facts of tensors, for decision.py."""
+"""What a parameter's step reads and writes, or why it takes the general way: facts of tensors, for decision.py.
+
+What is returned is kept for the steps in which these facts are the same: whatever is read here, facts.py reads too.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.scale_sync import cuts_of
@@ -13,6 +16,7 @@ from fsdp_hooks.torch_private import is_zero_tensor, local_of
 from qtensor.numerics import kernels
 from qtensor.optim.fused import FUSED_ON
 from qtensor.optim.fused.decision import GRADS, Output, Rule, dense, quantized
+from qtensor.optim.fused.facts import PLAIN, STEP
 from qtensor.optim.fused.table import ALIGNED, Addresses
 from qtensor.scales.agreement import common_along
 from qtensor.scales.cut_blocks import cut_blocks_of
@@ -22,7 +26,6 @@ from qtensor.spec.registry import format_of, keeps_history, tensor_wide
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 DENSE = (torch.bfloat16, torch.float16)
-PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,6 @@ class Shard:
         kind: of its launch.
         addresses: what the kernel reads and writes.
         programs: how many it takes.
-        step: its count, where the rule keeps one.
         later: the pass that writes its parts; None: the step does, or it has none.
         parts: whether it has parts.
     """
@@ -71,7 +73,6 @@ class Shard:
     kind: Kind
     addresses: Addresses
     programs: int
-    step: Tensor | None
     later: Later | None
     parts: bool
 
@@ -105,7 +106,7 @@ def output_of(param: Tensor, master: Tensor) -> Output | str:  # noqa: PLR0911 -
 
 
 def shard_of(  # noqa: PLR0911 - a reason each
-    pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule, output: Output, slot: int
+    pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule, output: Output
 ) -> Shard | str:
     """Return what this step reads and writes, or why it takes the general way.
 
@@ -114,7 +115,6 @@ def shard_of(  # noqa: PLR0911 - a reason each
         state: what the inner optimizer keeps of the master.
         rule: of its group.
         output: `output_of` it.
-        slot: where its amax stands, if its values share a scale.
     """
     param, master = pair
     shard, own = local_of(param), local_of(master)
@@ -124,7 +124,7 @@ def shard_of(  # noqa: PLR0911 - a reason each
     if isinstance(shard, QuantizedTensor) and shard._preserved.value is not None:
         return "it keeps its initial value"
     moments = [state.get(name) for name in rule.states]
-    step = state.get("step") if rule.counts else None
+    step = state.get(STEP) if rule.counts else None
     if len(state) != len(moments) + rule.counts or any(not isinstance(each, Tensor) for each in moments):
         return f"its state is {', '.join(map(str, state))}"
     if rule.counts and (type(step) is not Tensor or step.dtype != torch.float32 or step.ndim):
@@ -139,16 +139,16 @@ def shard_of(  # noqa: PLR0911 - a reason each
     out, scale, wide = (each.data_ptr() if each is not None else 0 for each in outputs)
     # a pass that finds the amax needs no blocks
     here = dense(None, own.numel()).finding_amax() if output.later else output
-    at, columns = grad.data_ptr(), own.shape[-1] if own.ndim else 1
-    words = (at, own.data_ptr(), first, second, out, scale, wide)
+    columns = own.shape[-1] if own.ndim else 1
+    words = (own.data_ptr(), first, second, out, scale, wide)
 
     def passed(by: Output) -> tuple[Addresses, int]:
         geometry = own.numel() // by.length, by.across(columns), by.length
-        return Addresses(*words, *geometry, slot), by.programs(own.numel(), columns)
+        return Addresses(*words, *geometry), by.programs(own.numel(), columns)
 
     later = Later(output, *passed(output)) if output.later else None
-    kind = Kind(own.device, rule, here, grad.dtype, at % ALIGNED == 0)
-    return Shard(param, kind, *passed(here), step, later, isinstance(shard, QuantizedTensor))
+    kind = Kind(own.device, rule, here, grad.dtype, grad.data_ptr() % ALIGNED == 0)
+    return Shard(param, kind, *passed(here), later, isinstance(shard, QuantizedTensor))
 
 
 def _gradient_of(param: Tensor, master: Tensor, own: Tensor) -> Tensor | str:

@@ -14,18 +14,19 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsdp_hooks.kernels.compiled import use_kernels
-from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, local_of, without_torch_function
+from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, without_torch_function
 from qtensor.optim.fused.counts import advance_counts, read_counts
 from qtensor.optim.fused.decision import Output, Rule, numbers_of, refuse_optimizer, rule_of
-from qtensor.optim.fused.plan import Launch, Pass, planned
+from qtensor.optim.fused.facts import STEP, Facts, FactsReader
+from qtensor.optim.fused.plan import Pass, Plan, Plans
 from qtensor.optim.fused.shards import Kind, Shard, output_of, shard_of
-from qtensor.optim.fused.table import ROW, Owners, sent, words_of
+from qtensor.optim.fused.table import ROW, Owners, filled, packed
 from qtensor.spec.codecs.rounding import is_armed
 
 LOG = logging.getLogger(__name__)
@@ -33,6 +34,23 @@ LOG = logging.getLogger(__name__)
 # reasons that pass by themselves
 FIRST = "its first step makes the inner optimizer's state"
 FRESH = "no step has written it since it was made, loaded or written by others"
+UNREAD = "its state or its parts are tensors of other classes"
+
+
+class Turn(NamedTuple):
+    """What takes the fused way in one step.
+
+    Attributes:
+        shard: what is known from step to step.
+        grad: where its gradient begins.
+        taken: how many steps it has taken, where the rule counts them.
+        options: of its group.
+    """
+
+    shard: Shard
+    grad: int
+    taken: Tensor | None
+    options: Mapping[str, Any]
 
 
 class FusedStep:
@@ -44,7 +62,8 @@ class FusedStep:
 
     def __init__(self, *, required: bool) -> None:
         self._required = required
-        self._outputs: dict[Tensor, tuple[Tensor, object, Output | str]] = {}  # of each parameter's shard
+        self._kept: dict[Tensor, tuple[Facts, Shard | str]] = {}  # what follows from facts of a parameter
+        self._plans = Plans()
         self._broken: dict[Kind | Output, str] = {}  # what was compiled: why it cannot be; ""
         self._told: dict[Tensor, str] = {}
         self._owners = Owners()
@@ -73,39 +92,49 @@ class FusedStep:
         watched = is_tracing() or is_watched() or is_armed() or use_kernels.mode == "eager"
         why = refuse_optimizer(inner, hooked=has_step_hooks(inner), watched=watched)
         rules = [why or rule_of(type(inner), group) for group in inner.param_groups]
-        shards: list[Shard] = []
-        options: list[Mapping[str, Any]] = []
+        turns: list[Turn] = []
+        reader = FactsReader()
         with without_torch_function():
             for param in stepped:
                 group, master = groups[param], masters[param]
                 rule = rules[group]
                 if isinstance(rule, str):
                     self._tell(param, rule)
-                elif param in fresh:
+                    continue
+                if fresh and param in fresh:
                     self._tell(param, FRESH)
+                    continue
+                state = inner.state.get(master) or {}
+                found, grad = self._look((param, master), state, rule, reader)
+                if isinstance(found, Shard):
+                    turns.append(Turn(found, grad, state[STEP] if rule.counts else None, inner.param_groups[group]))
                 else:
-                    found = self._look((param, master), inner.state.get(master) or {}, rule, len(shards))
-                    if isinstance(found, Shard):
-                        shards.append(found)
-                        options.append(inner.param_groups[group])
-                    else:
-                        self._tell(param, found)
+                    self._tell(param, found)
         covered = [group for group, rule in zip(inner.param_groups, rules, strict=True) if isinstance(rule, Rule)]
-        return Taken(shards, options, self._owners, covered)
+        return Taken(turns, self._plans.of([turn.shard for turn in turns]), self._owners, covered)
 
-    def _look(self, pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule, slot: int) -> Shard | str:
-        param, master = pair
+    def _look(
+        self, pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule, reader: FactsReader
+    ) -> tuple[Shard | str, int]:
+        """Return what is known of a parameter's step, and where its gradient begins."""
         if rule.states and not state:
-            return FIRST
-        known, local = self._outputs.get(param), local_of(param)
-        # `param.data = ...` exchanges what is inside of the same object
-        looks = (local.dtype, local.shape, local.device)
-        if known is None or known[0] is not local or known[1] != looks:
-            known = self._outputs[param] = local, looks, output_of(param, master)
-        output = known[2]
+            return FIRST, 0
+        param, read = pair[0], reader.read(*pair, state, rule)
+        if read is None:
+            self._kept.pop(param, None)
+            found = self._decide(pair, state, rule)
+            return (found if isinstance(found, str) else UNREAD), 0
+        facts, grad = read
+        known = self._kept.get(param)
+        if known is None or known[0] != facts:
+            known = self._kept[param] = facts, self._decide(pair, state, rule)
+        return known[1], grad
+
+    def _decide(self, pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule) -> Shard | str:
+        output = output_of(*pair)
         if isinstance(output, str):
             return output
-        shard = shard_of(pair, state, rule, output, slot)
+        shard = shard_of(pair, state, rule, output)
         if isinstance(shard, str):
             return shard
         if why := self._compiled(shard.kind, shard.kind.device):
@@ -152,7 +181,7 @@ class _OnDevice:
 
     table: Tensor
     amaxes: Tensor
-    launches: list[Launch]
+    plan: Plan
 
 
 class Taken:
@@ -164,14 +193,10 @@ class Taken:
     """
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        options: Sequence[Mapping[str, Any]],
-        owners: Owners,
-        covered: Sequence[dict[str, Any]],
+        self, turns: Sequence[Turn], plans: Sequence[Plan], owners: Owners, covered: Sequence[dict[str, Any]]
     ) -> None:
-        self._shards, self._options, self._owners, self._covered = shards, options, owners, covered
-        self.params = {shard.param for shard in shards}
+        self._turns, self._plans, self._owners, self._covered = turns, plans, owners, covered
+        self.params = {turn.shard.param for turn in turns}
         self.claims: dict[Tensor, Tensor] = {}
         self._on: list[_OnDevice] = []
 
@@ -193,18 +218,18 @@ class Taken:
 
     def begin(self) -> None:
         """Step what need not wait for other ranks; finds the amaxes that are claimed."""
-        pairs = list(zip(self._shards, self._numbers(), strict=True))
-        for device in dict.fromkeys(shard.kind.device for shard in self._shards):
-            own = [pair for pair in pairs if pair[0].kind.device == device]
-            rows, launches = planned(own)
-            amaxes = torch.zeros(len(pairs), dtype=torch.int32, device=device)
-            self._on.append(_OnDevice(sent(rows, device), amaxes, launches))
+        numbers = self._numbers()
+        for plan in self._plans:
+            grads = [self._turns[number].grad for number in plan.shards]
+            table = filled(plan.rows, grads, [numbers[number] for number in plan.shards], plan.device)
+            amaxes = torch.zeros(len(numbers), dtype=torch.int32, device=plan.device)
+            self._on.append(_OnDevice(table, amaxes, plan))
             found = amaxes.view(torch.float32)
-            later = [(shard.param, shard.addresses.slot) for shard, _ in own if shard.later is not None]
-            self.claims |= {param: found[slot : slot + 1] for param, slot in later}
-        now = [shard for shard in self._shards if not shard.parts or shard.later is not None]
+            for number in dict.fromkeys(plan.shards):
+                if (shard := self._turns[number].shard).later is not None:
+                    self.claims[shard.param] = found[number : number + 1]
         self._launch("now")
-        advance_counts([shard.step for shard in now if shard.step is not None])
+        self._advance(behind=False)
 
     def finish(self, agreed: Mapping[Tensor, Tensor | None]) -> None:
         """Step the other shards, and write all parts.
@@ -212,37 +237,45 @@ class Taken:
         Args:
             agreed: parameter -> fp32 [1], the amax that all ranks agreed on; None: that of this rank.
         """
-        behind = [shard for shard in self._shards if shard.parts and shard.later is None]
         self._launch("behind")
-        advance_counts([shard.step for shard in behind if shard.step is not None])
+        self._advance(behind=True)
         if any(agreed.get(param) is not None for param in self.claims):
             # a slot for each shard, whether it claims one or not
             for on in self._on:
                 own = on.amaxes.view(torch.float32)
                 given = [
-                    amax if (amax := agreed.get(shard.param)) is not None else own[number : number + 1]
-                    for number, shard in enumerate(self._shards)
+                    amax if (amax := agreed.get(turn.shard.param)) is not None else own[number : number + 1]
+                    for number, turn in enumerate(self._turns)
                 ]
                 on.amaxes = torch.cat([one.to(own.device) for one in given]).view(torch.int32)
         self._launch("later")
 
     def _launch(self, at: Pass) -> None:
         for on in self._on:
-            for launch in on.launches:
+            for launch in on.plan.launches:
                 if launch.at == at:
-                    owner = self._owners.of(launch.first, launch.programs, on.table.device)
+                    owner = self._owners.of(launch.first, launch.programs, on.plan.device)
                     run(launch.what, on.table, owner, on.amaxes)
 
-    def _numbers(self) -> list[list[int]]:
+    def _advance(self, *, behind: bool) -> None:
+        """Count the step of those that have taken it."""
+        advance_counts(
+            [
+                turn.taken
+                for turn in self._turns
+                if turn.taken is not None and (turn.shard.parts and turn.shard.later is None) == behind
+            ]
+        )
+
+    def _numbers(self) -> list[bytes]:
         """Return what each shard's row says of its group and of its step."""
-        counted = [shard.step for shard in self._shards if shard.step is not None]
-        counts = iter(read_counts(counted))
-        known: dict[tuple[int, float], list[int]] = {}
+        counts = iter(read_counts([turn.taken for turn in self._turns if turn.taken is not None]))
+        known: dict[tuple[int, float], bytes] = {}
         found = []
-        for shard, options in zip(self._shards, self._options, strict=True):
-            key = id(options), next(counts) + 1 if shard.step is not None else 1.0
+        for shard, _, count, options in self._turns:
+            key = id(options), next(counts) + 1 if count is not None else 1.0
             if key not in known:
-                known[key] = words_of(numbers_of(shard.kind.rule, options, key[1]))
+                known[key] = packed(numbers_of(shard.kind.rule, options, key[1]))
             found.append(known[key])
         return found
 

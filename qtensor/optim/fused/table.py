@@ -1,11 +1,12 @@
 """The table of pointers that a fused step's kernels read: a row for each shard, copied to the device once a step.
 
-Gradients have another address in each step, and a step's numbers other values. So all rows are filled anew and sent by
-one copy from pinned memory; nothing that a pointer leads to can be of another step. torch's allocator for pinned memory
-gives it away again only behind the copy. What is kept is which row each program works for, since that is long.
+Gradients have another address in each step, and a step's numbers other values. So a step fills these into a copy of the
+rows that it has in common with the last one, and sends it by one copy from pinned memory, which torch's allocator gives
+away again only behind the copy. On the device, what is kept is which row each program works for, since that is long.
 """
 
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,9 +27,8 @@ KEPT = 16  # of the lists that tell programs' rows
 
 @dataclass(frozen=True)
 class Addresses:
-    """A row of the table, but for its numbers and where its programs begin."""
+    """A row of the table, but for what is of a step: its gradient, its numbers, its slot, where its programs begin."""
 
-    grad: int
     master: int
     first: int = 0
     second: int = 0
@@ -38,29 +38,39 @@ class Addresses:
     blocks: int = 0
     columns: int = 0
     length: int = 0
-    slot: int = 0
 
-    def row(self, begin: int, numbers: Sequence[int]) -> list[int]:
-        """Return the row's words."""
-        own = (self.grad, self.master, self.first, self.second, self.out, self.scale, self.wide)
-        return [*own, self.blocks, self.columns, self.length, begin, self.slot, *numbers]
+    def row(self, begin: int, slot: int) -> list[int]:
+        """Return the row's words, with 0 for those that `filled` fills in."""
+        own = (self.master, self.first, self.second, self.out, self.scale, self.wide)
+        return [0, *own, self.blocks, self.columns, self.length, begin, slot, *[0] * (NUMBERS // 2)]
 
 
-def words_of(numbers: Sequence[float]) -> list[int]:
-    """Return fp32 numbers as words, filled up with zeros.
+def packed(numbers: Sequence[float]) -> bytes:
+    """Return fp32 numbers as a row holds them, filled up with zeros.
 
     Raises:
         OverflowError: a number is finite and fp32 has none for it.
     """
-    packed = struct.pack(f"{NUMBERS}f", *numbers, *[0.0] * (NUMBERS - len(numbers)))
-    return list(struct.unpack(f"{NUMBERS // 2}q", packed))
+    return struct.pack(f"{NUMBERS}f", *numbers, *[0.0] * (NUMBERS - len(numbers)))
 
 
-def sent(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return rows as a table on the device, int64 [rows, ROW]; the host does not wait."""
-    if device.type == "cpu":
-        return torch.tensor(rows, dtype=torch.int64, device="cpu")
-    return torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
+def filled(rows: bytes, grads: Sequence[int], numbers: Sequence[bytes], device: torch.device) -> Tensor:
+    """Return the table of a step on its device, int64 [rows, ROW]; the host does not wait.
+
+    Args:
+        rows: int64 of the host, what `Addresses.row` returns of each.
+        grads: the address of each row's gradient.
+        numbers: of each row, `packed`.
+        device: of the table.
+    """
+    if not rows:
+        return torch.zeros(0, ROW, dtype=torch.int64, device=device)
+    held = bytearray(rows)
+    memoryview(held).cast("q")[::ROW] = memoryview(array("q", grads))
+    for end, own in enumerate(numbers, start=1):
+        held[8 * ROW * end - len(own) : 8 * ROW * end] = own
+    table = torch.frombuffer(held, dtype=torch.int64).view(-1, ROW)
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
 class Owners:
