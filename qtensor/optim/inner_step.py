@@ -6,12 +6,14 @@ fp32 copies of gradients exist for one chunk of parameters at a time (CHUNK elem
 torch's own optimizers that treat each parameter on its own (APART) take one step for each chunk. Any other optimizer
 may look at all gradients together, or count its steps, so it takes a single step, during which all copies exist. A
 gradient in fp32 is not copied.
+
+A parameter in fp32 is its own master, and keeps its gradient. If it does not step (it is frozen; the fused way takes
+it), the inner optimizer must not find that gradient: it is put aside until the step is done.
 """
 
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -101,7 +103,7 @@ def step_masters(
 
     Args:
         inner: the optimizer of the masters.
-        params: the parameters that have gradients; the others are left as they are.
+        params: the parameters that step, each with a gradient; the others are left as they are, gradients or not.
         masters: parameter -> its master; itself if it is in fp32.
         groups: parameter -> the number of its group.
     """
@@ -112,6 +114,7 @@ def step_masters(
     # any other optimizer may keep gradients, which the next step would write over in a room
     room = Room(max(chunk.elements for chunk in chunks)) if apart else None
     everything = [group["params"] for group in inner.param_groups]
+    aside = _put_aside(params, masters)
     try:
         for chunk, _ in chunks:
             try:
@@ -129,19 +132,20 @@ def step_masters(
     finally:
         for group, own in zip(inner.param_groups, everything, strict=True):
             group["params"] = own
+        for param, grad in aside:
+            param.grad = grad
 
 
-@contextmanager
-def stepping_alone(inner: torch.optim.Optimizer, masters: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the groups of an optimizer hold these of their parameters alone; others may have gradients, too."""
-    everything, few = [group["params"] for group in inner.param_groups], {id(master) for master in masters}
-    try:
-        for group in inner.param_groups:
-            group["params"] = [master for master in group["params"] if id(master) in few]
-        yield
-    finally:
-        for group, own in zip(inner.param_groups, everything, strict=True):
-            group["params"] = own
+def _put_aside(params: Sequence[Tensor], masters: Mapping[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Take the gradients from those that are their own masters and none of `params`; returns whose they are."""
+    stepping = {id(param) for param in params}
+    aside = []
+    with without_torch_function():
+        for param, master in masters.items():
+            if master is param and id(param) not in stepping and (grad := param.grad) is not None:
+                aside.append((param, grad))
+                param.grad = None
+    return aside
 
 
 def _chunks(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[_ParamChunk]:

@@ -48,7 +48,7 @@ from fsdp_hooks.versions import count_writes
 from qtensor.numerics.triton_kernels import available
 from qtensor.optim import fused, master_states, optimizer_modes
 from qtensor.optim.batches import write_each
-from qtensor.optim.inner_step import step_masters, stepping_alone
+from qtensor.optim.inner_step import step_masters
 from qtensor.optim.masters import LastWrites, check_trainable, copy_many, master_of, refill
 from qtensor.optim.replicas import Replicas
 from qtensor.optim.step_agreement import TRAINED, StepOutcome, Trained, agree, tell
@@ -214,13 +214,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             step_masters(inner, stepped, self._masters, self._group)
             return stepped
         rest = [param for param in stepped if param not in taken.params]
-        with taken.like_foreach():
-            # an optimizer that it does not cover steps with all of its parameters, also if none has a gradient
-            if not taken.params:
-                step_masters(inner, stepped, self._masters, self._group)
-            elif rest:
-                with stepping_alone(inner, [self._masters[param] for param in rest]):
-                    step_masters(inner, rest, self._masters, self._group)
+        # an optimizer that it does not cover steps also if nothing has a gradient
+        if rest or not taken.params:
+            with taken.like_foreach():
+                step_masters(inner, rest, self._masters, self._group)
         taken.begin()
         return stepped
 

@@ -319,6 +319,27 @@ def test_a_step_like_the_last_one_decides_nothing() -> None:
     assert again[6] is before[6]  # the very plan
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_general_way_beside_it_steps_its_own_alone(*, frozen: bool) -> None:
+    """Parameters in fp32 have gradients that the inner optimizer would find: what was taken, and what is frozen."""
+    optimizer = stepped_once()
+    first, *_, last = optimizer._masters
+    last.requires_grad_(not frozen)
+    forget_state(optimizer, optimizer._masters[first])
+    before, grad = last.detach().clone(), last.grad
+    with (
+        cpu_for_a_gpu(),
+        mock.patch.object(FusedStep, "_compiled", return_value=""),
+        mock.patch("qtensor.optim.fused.step.run"),  # so nothing moves what takes the fused way
+    ):
+        optimizer.step()
+    assert optimizer._inner is not None
+    steps = [float(optimizer._inner.state[optimizer._masters[param]]["step"]) for param in (first, last)]
+    assert steps == [1.0, 1.0 if frozen else 2.0]
+    assert torch.equal(last, before)
+    assert last.grad is grad
+
+
 def test_copies_of_an_optimizer_keep_nothing_of_it() -> None:
     optimizer = stepped_once()
     with cpu_for_a_gpu(), mock.patch.object(FusedStep, "_compiled", return_value=""), torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize
+from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, QuantizedTensor, quantize
 from qtensor.optim import inner_step, masters
 from qtensor.optim.inner_step import in_fp32
 from qtensor.optim.masters import copy_many
+from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.qtensor.recipes_under_test import same_bytes
 from tests.recipes import ROW
 
@@ -247,6 +249,51 @@ def test_a_gradient_left_on_a_frozen_parameter_moves_nothing() -> None:
     assert torch.equal(before[1], after[1])  # the master of the second parameter
     assert same_bytes(params[1].payload, payload)
     assert not torch.equal(before[0], after[0])
+
+
+class Whole(torch.optim.SGD):
+    """One of which nobody knows that it treats each parameter on its own."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, Whole])
+@pytest.mark.parametrize("chunk", [1, 2**22])
+@pytest.mark.parametrize("storage", ["plain", "high_precision"])
+def test_a_gradient_left_on_a_frozen_parameter_in_fp32_moves_nothing(
+    kind: type[torch.optim.Optimizer], chunk: int, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is its own master, where the inner optimizer would find the gradient; the gradient stays its own."""
+    monkeypatch.setitem(inner_step.CHUNK, "cpu", chunk)
+
+    def stored() -> nn.Parameter:
+        x = torch.randn(4, 32)
+        return nn.Parameter(x if storage == "plain" else HighPrecisionWeight(x, MXFP8BlockScaling()))
+
+    params = [nn.Parameter(quantize(torch.randn(4, 32), MXFP8BlockScaling())), stored(), stored()]
+    optimizer = MasterWeightOptimizer(kind, params, lr=0.1, weight_decay=0.1)
+    for param in params:
+        param.grad = torch.ones(4, 32)
+    optimizer.step()
+    params[1].requires_grad_(False)
+    grad, before = params[1].grad, [param.detach().clone() for param in params]
+    state = {name: value.clone() for name, value in optimizer.state[params[1]].items()}
+    optimizer.step()
+    assert params[1].grad is grad
+    kept = [torch.equal(dense(param), dense(old)) for param, old in zip(params, before, strict=True)]
+    assert kept == [False, True, False]
+    assert all(torch.equal(optimizer.state[params[1]][name], value) for name, value in state.items())
+    # nor does it where nothing steps, or where a step fails
+    for param in (params[0], params[2]):
+        param.grad = None
+    optimizer.step()
+    monkeypatch.setattr(optimizer._inner, "step", mock.Mock(side_effect=RuntimeError("no step today")))
+    with pytest.raises(RuntimeError, match="no step today"):
+        optimizer.step()
+    assert params[1].grad is grad
+    assert torch.equal(dense(params[1]), dense(before[1]))
+
+
+def dense(param: Tensor) -> Tensor:
+    return param.dequantize() if isinstance(param, QuantizedTensor) else getattr(param, "dense", param.detach())
 
 
 def test_frozen_quantized_parameters_cost_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
