@@ -8,4 +8,8 @@ step_agreement.py   what ranks agree on in a step, by one all-reduce
 batches.py          many small weights, written at once
 replicas.py         do replicas hold the same bytes?
 optimizer_modes.py  inner optimizers with modes (train, eval)
+
+In which order to read: masters.py (what there is), inner_step.py (what moves it), step_agreement.py (what ranks tell
+each other), `_move` in master_weights.py (a step, made of these three); then, for CUDA, fused/step.py,
+fused/tasks.py and fused/decision.py. The rest stands beside: each is called from one place.
 """

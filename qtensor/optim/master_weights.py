@@ -97,8 +97,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         ```
     """
 
-    _fused_step: bool | None = None
-    _fused: "FusedStep | None" = None  # made by the first step that it may be for, and not pickled
+    _wants_fused: bool | None = None
+    _fused_way: "FusedStep | None" = None  # made by the first step that it may be for, and not pickled
     _taken: "Taken | None" = None  # what takes the fused way, from the masters' step to the parts' write
 
     def __init__(
@@ -110,7 +110,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         fused_step: bool | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        self._check_replicas, self._fused_step = check_replicas, fused_step
+        self._check_replicas, self._wants_fused = check_replicas, fused_step
         self._inner: torch.optim.Optimizer | None = None
         self._masters: dict[Tensor, Tensor] = {}
         self._group: dict[Tensor, int] = {}  # the number of each parameter's group
@@ -130,7 +130,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
             "_check_replicas": self._check_replicas,
-            "_fused_step": self._fused_step,
+            "_wants_fused": self._wants_fused,
             "_inner": self._inner,
             "_masters": self._masters,
             "_group": self._group,
@@ -140,6 +140,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_fused_step" in state:  # as older pickles name it
+            state = {"_wants_fused" if name == "_fused_step" else name: value for name, value in state.items()}
         # torch calls it to load a state dict, too, with states and groups alone
         if "_written" in state:
             state = state | {"_written": LastWrites(state["_written"])}
@@ -225,13 +227,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """Return what takes the fused way; None where nothing could, and nothing is imported."""
         first = next(iter(self._masters.values()), None)
         applies = first is not None and first.device.type in fused.FUSED_ON and available()
-        if self._fused_step is False or not (self._fused_step or applies):
+        if self._wants_fused is False or not (self._wants_fused or applies):
             return None
-        if self._fused is None:
+        if self._fused_way is None:
             from qtensor.optim.fused.step import FusedStep
 
-            self._fused = FusedStep(required=self._fused_step is True)
-        return self._fused.take(inner, stepped, self._masters, self._group, self._fresh)
+            self._fused_way = FusedStep(required=self._wants_fused is True)
+        return self._fused_way.take(inner, stepped, self._masters, self._group, self._fresh)
 
     def _move(self, move: Callable[[torch.optim.Optimizer], list[Tensor]], *, frozen: bool = False) -> None:
         """Have masters moved, and write the parameters that `move` returns: with `frozen`, those frozen since, too."""

@@ -117,7 +117,7 @@ def stepped(recipe: Any, count: int) -> Program:
         moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
         inner.state[master] = {"step": torch.ones((), device="cpu"), **moments}
     optimizer._fresh.clear()  # this GPU has none of the operations that a first step takes
-    optimizer._fused_step = True
+    optimizer._wants_fused = True
     return optimizer.step
 
 

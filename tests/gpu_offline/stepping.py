@@ -59,7 +59,7 @@ def on_gpu(seen: list[str]) -> Iterator[None]:
         foreach_on_cuda(),
         use_kernels("auto"),
         mock.patch.object(fused, "FUSED_ON", {"cpu"}),
-        mock.patch("qtensor.optim.fused.shards.FUSED_ON", {"cpu"}),
+        mock.patch("qtensor.optim.fused.tasks.FUSED_ON", {"cpu"}),
         launches_go_to(launch),
     ):
         yield
@@ -100,7 +100,7 @@ def trained(run: Run) -> dict[str, Any]:
         optimizer = MasterWeightOptimizer(getattr(torch.optim, run.kind), groups, **options)
         for step in range(run.steps):
             if run.fused_steps:
-                optimizer._fused_step = None if run.fused_steps[step] else False
+                optimizer._wants_fused = None if run.fused_steps[step] else False
             for number, (param, weight) in enumerate(zip(params, run.weights, strict=True)):
                 grad = values(weight, 100 * step + number + run.seed, 0.1).to(weight.dtype)
                 if weight.spoiled and step:

@@ -208,7 +208,7 @@ def steps_of(recipe: Any, shapes: list[tuple[int, int]], seen: list[Any]) -> Ite
     with (
         qt.use_kernels("auto"),
         mock.patch.object(fused, "FUSED_ON", {"cpu"}),
-        mock.patch("qtensor.optim.fused.shards.FUSED_ON", {"cpu"}),
+        mock.patch("qtensor.optim.fused.tasks.FUSED_ON", {"cpu"}),
         mock.patch("qtensor.optim.fused.step.is_watched", return_value=False),
         mock.patch.multiple(
             LastWrites, look=mock.Mock(return_value=None), changed=mock.Mock(return_value=[]), note=mock.Mock()
@@ -243,7 +243,7 @@ def test_its_code_moves_whole_words_and_spills_nothing(name: str) -> None:
     from qtensor.numerics import kernels
     from qtensor.optim.fused import launches
     from qtensor.optim.fused.decision import ADAM, dense, quantized
-    from qtensor.optim.fused.shards import Kind
+    from qtensor.optim.fused.tasks import Kind
     from qtensor.spec.registry import format_of, tensor_wide
     from tests.gpu_offline.assembled import compiled_by_hand, program
 

@@ -101,7 +101,7 @@ def cpu_for_a_gpu() -> Iterator[None]:
     """Inside, the fused step is for weights of the CPU; none can be launched."""
     with (
         mock.patch.object(fused, "FUSED_ON", {"cpu"}),
-        mock.patch("qtensor.optim.fused.shards.FUSED_ON", {"cpu"}),
+        mock.patch("qtensor.optim.fused.tasks.FUSED_ON", {"cpu"}),
         mock.patch("qtensor.optim.master_weights.available", return_value=True),
         use_kernels("auto"),
     ):
@@ -187,7 +187,7 @@ def taken_by(optimizer: MasterWeightOptimizer) -> list[Any]:
     taken = optimizer._take_fused(inner, stepped)
     assert taken is not None
     turns = [
-        (id(turn.shard.param), replace(turn.shard, param=None), turn.grad, id(turn.taken), id(turn.options))  # type: ignore[arg-type]
+        (id(turn.task.param), replace(turn.task, param=None), turn.grad, id(turn.taken), id(turn.options))  # type: ignore[arg-type]
         for turn in taken._turns
     ]
     return [*turns, *taken._plans]
@@ -293,15 +293,15 @@ def test_what_is_kept_is_what_is_found_anew(change: str) -> None:
     assert optimizer._inner is not None
     with cpu_for_a_gpu(), mock.patch.object(FusedStep, "_compiled", return_value=""), torch.no_grad():
         before = taken_by(optimizer)
-        kept = optimizer._fused
+        kept = optimizer._fused_way
         assert taken_by(optimizer) == before
         change_it(optimizer, param, master, optimizer._inner.state[master])
         found = taken_by(optimizer)
-        optimizer._fused = None
+        optimizer._fused_way = None
         assert found == taken_by(optimizer)
         assert found != before
         # and back again, where there is a way back
-        optimizer._fused = kept
+        optimizer._fused_way = kept
         assert taken_by(optimizer) == found
 
 
@@ -312,7 +312,7 @@ def test_a_step_like_the_last_one_decides_nothing() -> None:
         assert len({entry[0] for entry in before if isinstance(entry, tuple)}) == 6
         asked = compiled.call_count
         lend(list(optimizer._masters), 1)
-        with mock.patch("qtensor.optim.fused.step.output_of"), mock.patch("qtensor.optim.fused.step.shard_of"):
+        with mock.patch("qtensor.optim.fused.step.output_of"), mock.patch("qtensor.optim.fused.step.task_of"):
             again = taken_by(optimizer)
         assert compiled.call_count == asked
     assert [entry[1] for entry in again[:6]] == [entry[1] for entry in before[:6]]
@@ -345,10 +345,21 @@ def test_copies_of_an_optimizer_keep_nothing_of_it() -> None:
     with cpu_for_a_gpu(), mock.patch.object(FusedStep, "_compiled", return_value=""), torch.no_grad():
         taken_by(optimizer)
         for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-            assert other._fused is None
+            assert other._fused_way is None
             lend(list(other._masters), 0)
             places = {entry[1].addresses.master for entry in taken_by(other)[:6]}
             assert places == {master.data_ptr() for master in other._masters.values()}
+
+
+@pytest.mark.parametrize("way", [None, False, True])
+def test_a_pickle_with_the_older_name_of_the_option_loads(*, way: bool | None) -> None:
+    params = parameters(MXFP8BlockScaling(), "cpu")
+    written = pickle.dumps(MasterWeightOptimizer(torch.optim.AdamW, params, fused_step=way), protocol=2)
+    new, old = (b"X" + len(name).to_bytes(4, "little") + name for name in (b"_wants_fused", b"_fused_step"))
+    assert written.count(new) == 1
+    loaded = pickle.loads(written.replace(new, old))
+    assert loaded._wants_fused is way
+    assert "_fused_step" not in vars(loaded)
 
 
 def test_what_is_kept_keeps_no_memory() -> None:
@@ -379,7 +390,7 @@ def test_the_fused_step_writes_the_bytes_of_the_general_way(name: str, rule: str
         params = parameters(RECIPES[name], "cuda")
         optimizer = MasterWeightOptimizer(kind, params, **options)
         for step, way in enumerate(ways):
-            optimizer._fused_step = way
+            optimizer._wants_fused = way
             lend(params, step)
             with use_kernels("auto"):
                 optimizer.step()

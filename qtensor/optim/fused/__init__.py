@@ -2,7 +2,7 @@
 
 step.py        the fused step: what takes it, when it is launched
 decision.py    which parameters take it, and why others do not: pure
-shards.py      what a parameter's step reads and writes, kept as long as its facts are the same
+tasks.py       what a parameter's step reads and writes, kept as long as its facts are the same
 facts.py       these facts: all that can change between two steps
 counts.py      how many steps each shard has taken
 plan.py        the rows of the table and the launches: pure

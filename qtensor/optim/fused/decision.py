@@ -6,6 +6,7 @@ repeats). All else goes the general way, for a reason that has a name; "" says t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntFlag
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ MOMENTUM = Rule("momentum", ("momentum_buffer",), counts=False)
 PLAIN = Rule("plain", (), counts=False)
 
 
+class Option(IntFlag):
+    """What a recipe says and a kernel reads; the kernel's code of a format reads those that it has."""
+
+    NONE = 0
+    E5M2 = 1  # codes; else E4M3
+    POWERS_OF_TWO = 2  # scales of Float8; else any number
+    ROUNDED_UP = 4  # scales of MXFP8 and MXFP4; else down
+
+
 @dataclass(frozen=True)
 class Output:
     """What a weight stores of its master, and how a program holds it.
@@ -47,7 +57,7 @@ class Output:
         lanes: of a block as it is held, a power of two.
         length: numbers of a block.
         square: the rows of a block.
-        option: what the recipe says, as the kernel's code of the format reads it.
+        options: of the recipe.
         later: whether its parts wait for an amax that all values share.
         element: of dense values, and of what has none as it is stored.
     """
@@ -56,7 +66,7 @@ class Output:
     lanes: int = 16
     length: int = 16
     square: int = 1
-    option: int = 0
+    options: Option = Option.NONE
     later: bool = False
     element: torch.dtype = torch.uint8
 
@@ -193,26 +203,34 @@ def quantized(hand: ByHand | None, shape: Sequence[int], *, wide: bool, by_row: 
     return output
 
 
+def _options(given: Mapping[str, Any]) -> Option:
+    found = Option.NONE
+    if given.get("element") == torch.float8_e5m2:
+        found |= Option.E5M2
+    if given.get("power_of_two"):
+        found |= Option.POWERS_OF_TWO
+    if given.get("scale_rounding") == "up":
+        found |= Option.ROUNDED_UP
+    return found
+
+
 def _float8(options: Mapping[str, Any], columns: int, *, wide: bool) -> Output:
-    option = int(options["element"] != torch.float8_e4m3fn) + 2 * int(options["power_of_two"])
     if wide:
         lanes = 16 if columns % 16 == 0 else 1
-        return Output("float8", lanes, 1 if lanes == 1 else 16, option=option, later=True)
-    return Output("float8", max(1 << (columns - 1).bit_length(), 16), columns, option=option)
+        return Output("float8", lanes, 1 if lanes == 1 else 16, options=_options(options), later=True)
+    return Output("float8", max(1 << (columns - 1).bit_length(), 16), columns, options=_options(options))
 
 
 def _float8_blocks(options: Mapping[str, Any], columns: int, *, wide: bool) -> Output:
-    option = int(options["element"] != torch.float8_e4m3fn) + 2 * int(options["power_of_two"])
-    return Output("float8", 128, 128, 128 if options["square"] else 1, option)
+    return Output("float8", 128, 128, 128 if options["square"] else 1, _options(options))
 
 
 def _mxfp8(options: Mapping[str, Any], columns: int, *, wide: bool) -> Output:
-    option = int(options["element"] != torch.float8_e4m3fn) + 2 * int(options["scale_rounding"] == "up")
-    return Output("mxfp8", 32, 32, 32 if options["square"] else 1, option)
+    return Output("mxfp8", 32, 32, 32 if options["square"] else 1, _options(options))
 
 
 def _mxfp4(options: Mapping[str, Any], columns: int, *, wide: bool) -> Output:
-    return Output("mxfp4", 32, 32, option=int(options["scale_rounding"] == "up"))
+    return Output("mxfp4", 32, 32, options=_options(options))
 
 
 def _int4(options: Mapping[str, Any], columns: int, *, wide: bool) -> Output:

@@ -1,10 +1,10 @@
 """The facts that decide how a parameter takes its step: all that can change between two steps, read anew in each.
 
-What follows from them (shards.py) takes many times as long as to read them. So it is kept, beside the facts it was made
+What follows from them (tasks.py) takes many times as long as to read them. So it is kept, beside the facts it was made
 of, and holds as long as those of today are equal. They are values and no tensors: nothing that is kept keeps memory
 alive, and a tensor that took the place of another is known by what it is, not by who it is.
 
-What stands here has to be whatever `output_of` and `shard_of` read, but for two things that each step takes anew, so
+What stands here has to be whatever `output_of` and `task_of` read, but for two things that each step takes anew, so
 that they are not kept at all: the gradient's address, and the count of steps.
 """
 
@@ -77,14 +77,14 @@ class FactsReader:
             else:
                 facts += value.data_ptr(), value.dtype, value.device, value.shape, value.is_contiguous()
         if master is not param:
-            parts = self._parts_of(shard, facts)
-            if parts is None:
+            stored = self._stored_by(shard, facts)
+            if stored is None:
                 return None
-            for part in parts:
-                facts += part.data_ptr(), part.dtype, part.shape, part.is_contiguous()
+            for each in stored:
+                facts += each.data_ptr(), each.dtype, each.shape, each.is_contiguous()
         return facts, address
 
-    def _parts_of(self, shard: Tensor, facts: list[object]) -> Sequence[Tensor] | None:
+    def _stored_by(self, shard: Tensor, facts: list[object]) -> Sequence[Tensor] | None:
         """Return what a shard stores, and add what else is known of it; None: nobody knows what it is."""
         facts.append(type(shard))
         if isinstance(shard, QuantizedTensor):

@@ -36,6 +36,7 @@ from qtensor.numerics.triton_kernels.pairs import (
     number_of,
 )
 from qtensor.optim.fused import table as _table
+from qtensor.optim.fused.decision import Option as _Option
 
 # where a row holds what: in words of 8 bytes, and numbers behind them in words of 4
 GRAD, MASTER, FIRST, SECOND = (tl.constexpr(_table.WORDS.index(name)) for name in ("grad", "master", "first", "second"))
@@ -45,6 +46,9 @@ BEGIN, SLOT = (tl.constexpr(_table.WORDS.index(name)) for name in ("begin", "slo
 ROW = tl.constexpr(_table.ROW)
 NUMBERS = tl.constexpr(2 * len(_table.WORDS))
 ALIGNED = tl.constexpr(_table.ALIGNED)
+E5M2, POWERS_OF_TWO, ROUNDED_UP = (
+    tl.constexpr(int(option)) for option in (_Option.E5M2, _Option.POWERS_OF_TWO, _Option.ROUNDED_UP)
+)
 
 
 @triton.jit
@@ -62,7 +66,7 @@ def step(
     MULTIPLE: tl.constexpr,
     SQUARE: tl.constexpr,
     TILE: tl.constexpr,
-    OPTION: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ) -> None:
     """Step a tile. `numbers` is the table again, as fp32; `owner` [programs]: the row of each; `amax`: int32 bits."""
     row = tl.load(owner + tl.program_id(0))
@@ -81,7 +85,7 @@ def step(
         # numbers without a sign are in the order of their bits, and a maximum does not depend on who comes first
         tl.atomic_max(amax + slot, bits_of(tl.max(tl.max(tl.abs(finite(p)), 1), 0)), sem="relaxed")
     elif FORMAT != "own":
-        write_parts(p, words, first, at, there, where, lanes, known, FORMAT, LANES, SQUARE, TILE, OPTION)
+        write_parts(p, words, first, at, there, where, lanes, known, FORMAT, LANES, SQUARE, TILE, OPTIONS)
 
 
 @triton.jit
@@ -96,7 +100,7 @@ def step_long(
     SQUARE: tl.constexpr,
     DEEP: tl.constexpr,
     WIDE: tl.constexpr,
-    OPTION: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ) -> None:
     """Step a block of Float8 of which registers hold a piece, DEEP rows of WIDE numbers: a row, or a large square.
 
@@ -119,7 +123,7 @@ def step_long(
             known = (down + deep < left) & (aside + wide < length)
             p = stepped(words, own, where, lanes, known, RULE, GRADS, ALIGNED_GRADS)
             largest_yet = tl.maximum(largest_yet, tl.abs(finite(tl.where(known, p, 0.0))))
-    enc, dec = float8.scales(tl.max(tl.max(largest_yet, 1), 0), OPTION % 2 == 0, OPTION // 2 == 1)
+    enc, dec = float8.scales(tl.max(tl.max(largest_yet, 1), 0), (E5M2 & OPTIONS) == 0, (POWERS_OF_TWO & OPTIONS) != 0)
     under = tl.arange(0, SQUARE)
     scales = aligned(words + SCALE, tl.float32) + (top + under) * columns + block % columns
     tl.store(scales, tl.zeros([SQUARE], dtype=tl.float32) + dec, mask=under < left)
@@ -130,7 +134,7 @@ def step_long(
             known = (down + deep < left) & (aside + wide < length)
             # each thread reads what it wrote itself
             p = tl.load(masters + (where + lanes), mask=known, other=0.0)
-            tl.store(out + (where + lanes), fp8.code(p, enc, OPTION % 2 == 0), mask=known)
+            tl.store(out + (where + lanes), fp8.code(p, enc, (E5M2 & OPTIONS) == 0), mask=known)
 
 
 @triton.jit
@@ -182,7 +186,7 @@ def encode_under(
     MULTIPLE: tl.constexpr,
     SQUARE: tl.constexpr,
     TILE: tl.constexpr,
-    OPTION: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ) -> None:
     """Write the parts of a tile of masters under `amax`, fp32, one for each row's slot."""
     row = tl.load(owner + tl.program_id(0))
@@ -194,9 +198,9 @@ def encode_under(
     begins = tl.program_id(0) == tl.load(words + BEGIN)
     out = tl.load(words + WIDE).to(tl.pointer_type(tl.float32))
     if FORMAT == "float8":
-        enc, dec = float8.scales(wide, OPTION % 2 == 0, OPTION // 2 == 1)
+        enc, dec = float8.scales(wide, (E5M2 & OPTIONS) == 0, (POWERS_OF_TWO & OPTIONS) != 0)
         tl.store(out, dec, mask=begins)
-        code = fp8.code(p, enc, OPTION % 2 == 0)
+        code = fp8.code(p, enc, (E5M2 & OPTIONS) == 0)
         tl.store(aligned(words + OUT, tl.uint8) + (where + lanes), code, mask=known)
     else:
         enc, dec = nvfp4.global_scales(wide)
@@ -225,33 +229,32 @@ def write_parts(
     LANES: tl.constexpr,
     SQUARE: tl.constexpr,
     TILE: tl.constexpr,
-    OPTION: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ) -> None:
     """Write payload and scales of blocks, whose numbers are p [TILE, LANES]."""
     if FORMAT == "float8":
-        # OPTION: E5M2, and twice whether scales are powers of two
-        enc, dec = float8.scales(largest(tl.abs(finite(p)), SQUARE), OPTION % 2 == 0, OPTION // 2 == 1)
+        enc, dec = float8.scales(
+            largest(tl.abs(finite(p)), SQUARE), (E5M2 & OPTIONS) == 0, (POWERS_OF_TWO & OPTIONS) != 0
+        )
         tl.store(aligned(words + SCALE, tl.float32) + (first + at), dec, mask=there)
-        code = fp8.code(p, enc[:, None], OPTION % 2 == 0)
+        code = fp8.code(p, enc[:, None], (E5M2 & OPTIONS) == 0)
         tl.store(aligned(words + OUT, tl.uint8) + (where + lanes), code, mask=known)
     elif FORMAT == "mxfp8":
-        # OPTION: E5M2, and twice whether scales are rounded up
         amax = largest(tl.abs(finite(p)), SQUARE)
-        if OPTION // 2 == 1:
-            code = e8m0.code_up(amax * (mxfp8.E4M3_RECIPROCAL if OPTION % 2 == 0 else mxfp8.E5M2_RECIPROCAL))
+        if (ROUNDED_UP & OPTIONS) != 0:
+            code = e8m0.code_up(amax * (mxfp8.E4M3_RECIPROCAL if (E5M2 & OPTIONS) == 0 else mxfp8.E5M2_RECIPROCAL))
         else:
-            code = e8m0.code_floor(amax, 8 if OPTION % 2 == 0 else 15)
+            code = e8m0.code_floor(amax, 8 if (E5M2 & OPTIONS) == 0 else 15)
         marked = tl.where(largest(tl.abs(p), SQUARE) < INF, code, e8m0.NAN_CODE)
         tl.store(aligned(words + SCALE, tl.uint8) + (first + at), marked.to(tl.uint8), mask=there)
-        byte = fp8.code(p, e8m0.power_of_two(254 - code)[:, None], OPTION % 2 == 0)
+        byte = fp8.code(p, e8m0.power_of_two(254 - code)[:, None], (E5M2 & OPTIONS) == 0)
         tl.store(aligned(words + OUT, tl.uint8) + (where + lanes), byte, mask=known)
     else:
         low, high = halves(p, TILE, LANES)
         whole_low, whole_high = finite(low), finite(high)
         amax, marks = amax_of(whole_low, whole_high, 1), amax_of(low, high, 1)
         if FORMAT == "mxfp4":
-            # OPTION: whether scales are rounded up
-            code = e8m0.code_up(amax * mxfp4.SIXTH) if OPTION == 1 else e8m0.code_floor(amax, 2)
+            code = e8m0.code_up(amax * mxfp4.SIXTH) if (ROUNDED_UP & OPTIONS) != 0 else e8m0.code_floor(amax, 2)
             marked = tl.where(marks < INF, code, e8m0.NAN_CODE).to(tl.uint8)
             tl.store(aligned(words + SCALE, tl.uint8) + (first + at), marked, mask=there)
             enc = e8m0.power_of_two(254 - code)[:, None]

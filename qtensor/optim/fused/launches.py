@@ -6,11 +6,11 @@ from torch import Tensor
 from qtensor.numerics.triton_kernels.launching import ELEMENTS, launch
 from qtensor.optim.fused import kernel
 from qtensor.optim.fused.decision import TILE, Output
-from qtensor.optim.fused.shards import Kind
+from qtensor.optim.fused.tasks import Kind
 
 
 def step(kind: Kind, table: Tensor, owner: Tensor, amax: Tensor) -> None:
-    """Step the shards of a kind; `owner` int32 [programs]: the row of each; `amax`: int32 bits of fp32, a slot each."""
+    """Do the tasks of a kind; `owner` int32 [programs]: the row of each; `amax`: int32 bits of fp32, a slot each."""
     output = kind.output
     grads = {"GRADS": ELEMENTS[kind.grads], "ALIGNED_GRADS": kind.aligned}
     programs, given = owner.numel(), (table, table.view(torch.float32), owner)
@@ -25,7 +25,7 @@ def step(kind: Kind, table: Tensor, owner: Tensor, amax: Tensor) -> None:
             SQUARE=output.square,
             DEEP=deep,
             WIDE=TILE // deep,
-            OPTION=output.option,
+            OPTIONS=int(output.options),
             num_warps=output.warps,
             **grads,
         )
@@ -42,7 +42,7 @@ def step(kind: Kind, table: Tensor, owner: Tensor, amax: Tensor) -> None:
         MULTIPLE=output.multiple,
         SQUARE=output.square,
         TILE=output.tile,
-        OPTION=output.option,
+        OPTIONS=int(output.options),
         num_warps=output.warps,
         **grads,
     )
@@ -59,6 +59,6 @@ def encode_under(output: Output, table: Tensor, owner: Tensor, amax: Tensor) -> 
         MULTIPLE=output.multiple,
         SQUARE=output.square,
         TILE=output.tile,
-        OPTION=output.option,
+        OPTIONS=int(output.options),
         num_warps=output.warps,
     )

@@ -1,10 +1,10 @@
-"""Which rows the table has, and which launches go through them: kept from step to step, as long as shards are the same.
+"""Which rows the table has, and which launches go through them: kept from step to step, as long as tasks are the same.
 
-A row is a shard in one pass; rows of one launch follow each other. Passes, in the order of their launches:
+A row is a task in one pass; rows of one launch follow each other. Passes, in the order of their launches:
 
-    now       steps that store no parts, or that find an amax
-    behind    steps that write parts, once ranks have agreed
-    later     parts of those whose amax was found, under what was agreed on
+    now       of `Taken.begin`: steps that store no parts, or that find an amax
+    behind    of `Taken.finish`, once ranks have agreed: steps that write parts
+    later     of `Taken.finish`, behind those: parts of what found its amax in "now", under what was agreed on
 """
 
 import operator
@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 
 from qtensor.optim.fused.decision import Output
-from qtensor.optim.fused.shards import Kind, Shard
 from qtensor.optim.fused.table import Addresses
+from qtensor.optim.fused.tasks import Kind, Task
 
 Pass = Literal["now", "behind", "later"]
 
@@ -39,13 +39,13 @@ class Plan:
     Attributes:
         device: of the table.
         rows: int64 of the host, a row behind the other, but for what each step fills in.
-        shards: the number of each row's shard, which is its slot, too.
+        tasks: the number of each row's task, which is its slot, too.
         launches: in their order.
     """
 
     device: torch.device
     rows: bytes
-    shards: list[int]
+    tasks: list[int]
     launches: list[Launch]
 
 
@@ -53,31 +53,31 @@ class Plans:
     """The plans of the last step."""
 
     def __init__(self) -> None:
-        self._shards: list[Shard] = []
+        self._tasks: list[Task] = []
         self._plans: list[Plan] = []
 
-    def of(self, shards: list[Shard]) -> list[Plan]:
-        """Return a plan for each device: those of before if each shard is the very same."""
-        if len(shards) != len(self._shards) or not all(map(operator.is_, shards, self._shards)):
+    def of(self, tasks: list[Task]) -> list[Plan]:
+        """Return a plan for each device: those of before if each task is the very same."""
+        if len(tasks) != len(self._tasks) or not all(map(operator.is_, tasks, self._tasks)):
             numbers: dict[torch.device, list[int]] = {}
-            for number, shard in enumerate(shards):
-                numbers.setdefault(shard.kind.device, []).append(number)
-            self._plans = [planned(shards, own, device) for device, own in numbers.items()]
-            self._shards = shards
+            for number, task in enumerate(tasks):
+                numbers.setdefault(task.kind.device, []).append(number)
+            self._plans = [planned(tasks, own, device) for device, own in numbers.items()]
+            self._tasks = tasks
         return self._plans
 
 
-def planned(shards: Sequence[Shard], numbers: Sequence[int], device: torch.device) -> Plan:
+def planned(tasks: Sequence[Task], numbers: Sequence[int], device: torch.device) -> Plan:
     """Return the plan of one device.
 
     Args:
-        shards: of a step.
+        tasks: of a step.
         numbers: of those on the device.
         device: theirs.
     """
     found: dict[tuple[Pass, Kind | Output], list[tuple[Addresses, int, int]]] = {}
     for number in numbers:
-        for at, what, addresses, programs in _passes(shards[number]):
+        for at, what, addresses, programs in _passes(tasks[number]):
             if programs:
                 found.setdefault((at, what), []).append((addresses, programs, number))
     rows = array("q")
@@ -93,8 +93,7 @@ def planned(shards: Sequence[Shard], numbers: Sequence[int], device: torch.devic
     return Plan(device, rows.tobytes(), owners, launches)
 
 
-def _passes(shard: Shard) -> Iterator[tuple[Pass, Kind | Output, Addresses, int]]:
-    at: Pass = "behind" if shard.parts and shard.later is None else "now"
-    yield at, shard.kind, shard.addresses, shard.programs
-    if (later := shard.later) is not None:
+def _passes(task: Task) -> Iterator[tuple[Pass, Kind | Output, Addresses, int]]:
+    yield "behind" if task.behind else "now", task.kind, task.addresses, task.programs
+    if (later := task.later) is not None:
         yield "later", later.output, later.addresses, later.programs

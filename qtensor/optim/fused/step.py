@@ -1,12 +1,13 @@
-"""The fused step: asks which shards take it, fills the table, launches.
+"""The fused step: asks which parameters take it, fills the table, launches.
 
-    take     which parameters take it (decision.py, shards.py); the others are for the inner optimizer
-    begin    before ranks agree: steps what stores no parts, and what waits for an amax, which it finds on the way
-    finish   once they have agreed: steps the other shards and writes their parts in the same pass; writes the parts of
-             those that waited, under the amax that all agreed on
+    take     which parameters take it (decision.py, facts.py, tasks.py); the others are for the inner optimizer
+    begin    before ranks agree, pass "now": steps what stores no parts, and what waits for an amax, found on the way
+    finish   once they have agreed, pass "behind": steps the others, and writes their parts in the same pass;
+             then pass "later": writes the parts of those that waited, under the amax that all agreed on
 
-So no quantized byte is written before all ranks have come so far, as on the general way. Each stage has a launch for
-each kind of shard (optimizer, gradient's dtype, format, length of rows under one scale), whatever their number.
+So no quantized byte is written before all ranks have come so far, as on the general way. Each pass (plan.py) has a
+launch for each kind of task (optimizer, gradient's dtype, format, length of rows under one scale), whatever their
+number.
 """
 
 import logging
@@ -25,8 +26,8 @@ from qtensor.optim.fused.counts import advance_counts, read_counts
 from qtensor.optim.fused.decision import Output, Rule, numbers_of, refuse_optimizer, rule_of
 from qtensor.optim.fused.facts import STEP, Facts, FactsReader
 from qtensor.optim.fused.plan import Pass, Plan, Plans
-from qtensor.optim.fused.shards import Kind, Shard, output_of, shard_of
 from qtensor.optim.fused.table import ROW, Owners, filled, packed
+from qtensor.optim.fused.tasks import Kind, Task, output_of, task_of
 from qtensor.spec.codecs.rounding import is_armed
 
 LOG = logging.getLogger(__name__)
@@ -41,13 +42,13 @@ class Turn(NamedTuple):
     """What takes the fused way in one step.
 
     Attributes:
-        shard: what is known from step to step.
+        task: what is known from step to step.
         grad: where its gradient begins.
         taken: how many steps it has taken, where the rule counts them.
         options: of its group.
     """
 
-    shard: Shard
+    task: Task
     grad: int
     taken: Tensor | None
     options: Mapping[str, Any]
@@ -62,7 +63,7 @@ class FusedStep:
 
     def __init__(self, *, required: bool) -> None:
         self._required = required
-        self._kept: dict[Tensor, tuple[Facts, Shard | str]] = {}  # what follows from facts of a parameter
+        self._kept: dict[Tensor, tuple[Facts, Task | str]] = {}  # what follows from facts of a parameter
         self._plans = Plans()
         self._broken: dict[Kind | Output, str] = {}  # what was compiled: why it cannot be; ""
         self._told: dict[Tensor, str] = {}
@@ -106,16 +107,16 @@ class FusedStep:
                     continue
                 state = inner.state.get(master) or {}
                 found, grad = self._look((param, master), state, rule, reader)
-                if isinstance(found, Shard):
+                if isinstance(found, Task):
                     turns.append(Turn(found, grad, state[STEP] if rule.counts else None, inner.param_groups[group]))
                 else:
                     self._tell(param, found)
         covered = [group for group, rule in zip(inner.param_groups, rules, strict=True) if isinstance(rule, Rule)]
-        return Taken(turns, self._plans.of([turn.shard for turn in turns]), self._owners, covered)
+        return Taken(turns, self._plans.of([turn.task for turn in turns]), self._owners, covered)
 
     def _look(
         self, pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule, reader: FactsReader
-    ) -> tuple[Shard | str, int]:
+    ) -> tuple[Task | str, int]:
         """Return what is known of a parameter's step, and where its gradient begins."""
         if rule.states and not state:
             return FIRST, 0
@@ -130,16 +131,16 @@ class FusedStep:
             known = self._kept[param] = facts, self._decide(pair, state, rule)
         return known[1], grad
 
-    def _decide(self, pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule) -> Shard | str:
+    def _decide(self, pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule) -> Task | str:
         output = output_of(*pair)
         if isinstance(output, str):
             return output
-        shard = shard_of(pair, state, rule, output)
-        if isinstance(shard, str):
-            return shard
-        if why := self._compiled(shard.kind, shard.kind.device):
+        task = task_of(pair, state, rule, output)
+        if isinstance(task, str):
+            return task
+        if why := self._compiled(task.kind, task.kind.device):
             return why
-        return (shard.later and self._compiled(shard.later.output, shard.kind.device)) or shard
+        return (task.later and self._compiled(task.later.output, task.kind.device)) or task
 
     def _compiled(self, what: Kind | Output, device: torch.device) -> str:
         """Return why a kernel cannot be compiled, tried once: before a step depends on it."""
@@ -177,7 +178,7 @@ class FusedStep:
 
 @dataclass
 class _OnDevice:
-    """The table of a device, its amaxes (int32 bits, a slot for each shard of the step) and what goes through it."""
+    """The table of a device, its amaxes (int32 bits, a slot for each task) and what goes through it."""
 
     table: Tensor
     amaxes: Tensor
@@ -196,7 +197,7 @@ class Taken:
         self, turns: Sequence[Turn], plans: Sequence[Plan], owners: Owners, covered: Sequence[dict[str, Any]]
     ) -> None:
         self._turns, self._plans, self._owners, self._covered = turns, plans, owners, covered
-        self.params = {turn.shard.param for turn in turns}
+        self.params = {turn.task.param for turn in turns}
         self.claims: dict[Tensor, Tensor] = {}
         self._on: list[_OnDevice] = []
 
@@ -220,19 +221,19 @@ class Taken:
         """Step what need not wait for other ranks; finds the amaxes that are claimed."""
         numbers = self._numbers()
         for plan in self._plans:
-            grads = [self._turns[number].grad for number in plan.shards]
-            table = filled(plan.rows, grads, [numbers[number] for number in plan.shards], plan.device)
+            grads = [self._turns[number].grad for number in plan.tasks]
+            table = filled(plan.rows, grads, [numbers[number] for number in plan.tasks], plan.device)
             amaxes = torch.zeros(len(numbers), dtype=torch.int32, device=plan.device)
             self._on.append(_OnDevice(table, amaxes, plan))
             found = amaxes.view(torch.float32)
-            for number in dict.fromkeys(plan.shards):
-                if (shard := self._turns[number].shard).later is not None:
-                    self.claims[shard.param] = found[number : number + 1]
+            for number in dict.fromkeys(plan.tasks):
+                if (task := self._turns[number].task).later is not None:
+                    self.claims[task.param] = found[number : number + 1]
         self._launch("now")
         self._advance(behind=False)
 
     def finish(self, agreed: Mapping[Tensor, Tensor | None]) -> None:
-        """Step the other shards, and write all parts.
+        """Do the other tasks, and write all parts.
 
         Args:
             agreed: parameter -> fp32 [1], the amax that all ranks agreed on; None: that of this rank.
@@ -240,11 +241,11 @@ class Taken:
         self._launch("behind")
         self._advance(behind=True)
         if any(agreed.get(param) is not None for param in self.claims):
-            # a slot for each shard, whether it claims one or not
+            # a slot for each task, whether it claims one or not
             for on in self._on:
                 own = on.amaxes.view(torch.float32)
                 given = [
-                    amax if (amax := agreed.get(turn.shard.param)) is not None else own[number : number + 1]
+                    amax if (amax := agreed.get(turn.task.param)) is not None else own[number : number + 1]
                     for number, turn in enumerate(self._turns)
                 ]
                 on.amaxes = torch.cat([one.to(own.device) for one in given]).view(torch.int32)
@@ -259,29 +260,23 @@ class Taken:
 
     def _advance(self, *, behind: bool) -> None:
         """Count the step of those that have taken it."""
-        advance_counts(
-            [
-                turn.taken
-                for turn in self._turns
-                if turn.taken is not None and (turn.shard.parts and turn.shard.later is None) == behind
-            ]
-        )
+        advance_counts([turn.taken for turn in self._turns if turn.taken is not None and turn.task.behind == behind])
 
     def _numbers(self) -> list[bytes]:
-        """Return what each shard's row says of its group and of its step."""
+        """Return what each row says of its group and of its step."""
         counts = iter(read_counts([turn.taken for turn in self._turns if turn.taken is not None]))
         known: dict[tuple[int, float], bytes] = {}
         found = []
-        for shard, _, count, options in self._turns:
+        for task, _, count, options in self._turns:
             key = id(options), next(counts) + 1 if count is not None else 1.0
             if key not in known:
-                known[key] = packed(numbers_of(shard.kind.rule, options, key[1]))
+                known[key] = packed(numbers_of(task.kind.rule, options, key[1]))
             found.append(known[key])
         return found
 
 
 def run(what: Kind | Output, table: Tensor, owner: Tensor, amaxes: Tensor) -> None:
-    """Launch what a kind of shards, or of parts, needs."""
+    """Launch what a kind of tasks needs, or parts that are written later."""
     # nobody else imports Triton
     from qtensor.optim.fused import launches
 

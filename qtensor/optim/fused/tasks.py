@@ -30,7 +30,7 @@ DENSE = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Kind:
-    """What a launch is made for: shards of one kind share it.
+    """What a launch is made for: tasks of one kind share it.
 
     Attributes:
         device: of the shards.
@@ -57,8 +57,8 @@ class Later:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A shard of one step.
+class Task:
+    """The step of one shard, on the fused way.
 
     Attributes:
         param: the parameter.
@@ -66,7 +66,7 @@ class Shard:
         addresses: what the kernel reads and writes.
         programs: how many it takes.
         later: the pass that writes its parts; None: the step does, or it has none.
-        parts: whether it has parts.
+        has_parts: whether the shard has parts.
     """
 
     param: Tensor
@@ -74,7 +74,12 @@ class Shard:
     addresses: Addresses
     programs: int
     later: Later | None
-    parts: bool
+    has_parts: bool
+
+    @property
+    def behind(self) -> bool:
+        """Whether the step itself writes parts, and so waits until ranks have agreed."""
+        return self.has_parts and self.later is None
 
 
 def output_of(param: Tensor, master: Tensor) -> Output | str:  # noqa: PLR0911 - a reason each
@@ -105,9 +110,9 @@ def output_of(param: Tensor, master: Tensor) -> Output | str:  # noqa: PLR0911 -
     return quantized(format_of(recipe).by_hand(recipe), shard.shape, wide=wide, by_row=by_row)
 
 
-def shard_of(  # noqa: PLR0911 - a reason each
+def task_of(  # noqa: PLR0911 - a reason each
     pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule, output: Output
-) -> Shard | str:
+) -> Task | str:
     """Return what this step reads and writes, or why it takes the general way.
 
     Args:
@@ -148,7 +153,7 @@ def shard_of(  # noqa: PLR0911 - a reason each
 
     later = Later(output, *passed(output)) if output.later else None
     kind = Kind(own.device, rule, here, grad.dtype, grad.data_ptr() % ALIGNED == 0)
-    return Shard(param, kind, *passed(here), later, isinstance(shard, QuantizedTensor))
+    return Task(param, kind, *passed(here), later, isinstance(shard, QuantizedTensor))
 
 
 def _gradient_of(param: Tensor, master: Tensor, own: Tensor) -> Tensor | str:
