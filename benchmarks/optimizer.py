@@ -20,14 +20,10 @@ temporaries, while those of all parameters at once are pages never touched befor
 a dozen passes, not the two that were counted. Small weights cost the calls of their operations, not their bytes.
 """
 
-import contextlib
 import functools
-import json
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.allocations import OfAllocator
 from benchmarks.live_storages import LiveStorages
 from benchmarks.simulated_ranks import as_rank
 from benchmarks.timing import Contender, interleaved, ratio
@@ -162,35 +158,11 @@ def _timed(original: Callable[..., Any], phase: str, clocks: dict[str, float]) -
 
 
 def _peak(step: Callable[[], object]) -> int:
-    """The most bytes alive at one moment of a step, beyond those alive when it begins.
-
-    torch's CPU allocator reports them to its profiler, also for compiled kernels, which no dispatch mode sees.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-            step()
-        trace.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
-    now = peak = 0
-    for _, change in changes:
-        now += change
-        peak = max(peak, now)
-    return peak
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Nothing goes to stderr, where the profiler announces itself without using Python's stream."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+    """The most bytes alive at one moment of a step, beyond those alive when it begins."""
+    with OfAllocator() as meter:
+        step()
+        meter.mark("step")
+    return meter.peak["step"]
 
 
 def _all_reduces(recipe: Recipe | None, weights: int = 3) -> int:
