@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-LIBRARIES = ("torch", "triton", "torchao", "nvidia-modelopt", "transformers", "safetensors", "numpy")
+LIBRARIES = ("torch", "triton", "torchao", "bitsandbytes", "nvidia-modelopt", "transformers", "safetensors", "numpy")
 
 
 def machine_and_versions() -> dict[str, dict[str, object]]:
