@@ -6,6 +6,7 @@ Each question is a file, and is asked in a process of its own within a time box 
     kernels       quantize, dequantize, requantize: what share of a copy's bandwidth do they reach
     step          blocks of Llama-3-8B under FSDP2, beside bf16 and torchao
     optimizer     MasterWeightOptimizer beside torch's AdamW on fp32
+    memory        bytes a parameter: at rest, with gradients, at the peak of an optimizer step
     linear        what does one quantized linear take of the host, beside torch's own
     staging       a snapshot beside one copy of its bytes
     checkpoint    save, load, stream and digest, beside bf16

@@ -34,7 +34,7 @@ from benchmarks.gpu import table
 from benchmarks.gpu.question import Row, Scale, as_row, first_line
 from benchmarks.machine import machine_and_versions
 
-QUESTIONS = ("gpu_tests", "kernels", "step", "optimizer", "linear", "staging", "checkpoint", "calibration")
+QUESTIONS = ("gpu_tests", "kernels", "step", "optimizer", "memory", "linear", "staging", "checkpoint", "calibration")
 LONGEST = 8 * 60 - 15  # seconds, for all; starting and drawing take the rest
 GRACE = 10  # seconds that a question may take beyond its box to stop by itself
 ALL_WELL, FAILED, NO_GPU, MISSED = 0, 1, 2, 3  # exit statuses

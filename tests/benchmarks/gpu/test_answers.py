@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import asking, linear, optimizer, step
+from benchmarks.gpu import asking, linear, memory, optimizer, step
 from benchmarks.gpu.question import FULL, TINY, Row
 from benchmarks.gpu.table import of_aims, of_question
 from tests.sampling import sampled
@@ -30,9 +30,11 @@ def answered(name: str) -> tuple[Any, list[Row]]:
 @sampled("name", [name for name in asking.QUESTIONS if name not in ("gpu_tests", "step")], kept=["kernels", "linear"])
 def test_every_question_is_answered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer, "WAYS", {"fused": optimizer.WAYS["fused"]})
+    ours = {name: one for name, one in memory.CONTENDERS.items() if not one.library}  # those of libraries compile
+    monkeypatch.setattr(memory, "CONTENDERS", ours)
     question, rows = answered(name)
     assert question.SECONDS > 0
-    assert all(row.figures for row in rows)
+    assert all(row.figures or row.skipped for row in rows)
     for aim in question.AIMS:
         assert aim.value(rows) is not None or aim.over or aim.figure == "launches", aim
         assert {aim.row, aim.over or aim.row} <= {row.what for row in rows}, aim
