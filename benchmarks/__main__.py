@@ -57,7 +57,7 @@ QUESTIONS = {  # cheap ones first
     "deltas": Question(15, full=True),
     "overhead": Question(100),
     "optimizer": Question(45),
-    "memory": Question(150, full=True),
+    "memory": Question(190, full=True),
     "sync": Question(60, full=True),
     "plan_scaling": Question(50, full=True),
     "checkpoints": Question(160),

@@ -39,7 +39,7 @@ def run(*, full: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     for name, contender in CONTENDERS.items():
-        if why := contender.missing():
+        if why := contender.missing() or ("asked with --full alone" if contender.at_length and not full else ""):
             skipped[name] = why
             continue
         print(f"  {name} ...", flush=True)

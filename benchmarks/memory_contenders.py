@@ -26,6 +26,7 @@ RECIPES: dict[str, Recipe] = {
     "Float8 tensor": Float8CurrentScaling(granularity="tensor"),
 }
 LR = 1e-3
+BRIEF = ("masters remainder, moments float8",)  # of the compressed ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +38,14 @@ class Contender:
         weights: what the linears' weights are; embedding and norms are bf16 beside a recipe.
         library: what has to be installed.
         options: arguments that MasterWeightOptimizer has to know.
+        at_length: it is asked with --full alone (and on a GPU).
     """
 
     optimizer: Callable[[Params], torch.optim.Optimizer]
     weights: Weights | Recipe = "bf16"
     library: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    at_length: bool = False
 
     def missing(self) -> str:
         """Why it cannot be asked here; "" if it can."""
@@ -67,10 +70,10 @@ def _of(library: str, name: str) -> Callable[[Params], torch.optim.Optimizer]:
     return make
 
 
-def _masters(weights: Weights | Recipe, **options: Any) -> Contender:
+def _masters(weights: Weights | Recipe, *, at_length: bool = False, **options: Any) -> Contender:
     """MasterWeightOptimizer(AdamW); foreach, which is torch's own choice on a GPU."""
     make = partial(_master_weight_optimizer, options)
-    return Contender(weights=weights, optimizer=make, options=options)
+    return Contender(weights=weights, optimizer=make, options=options, at_length=at_length)
 
 
 def _master_weight_optimizer(options: dict[str, Any], params: Params) -> torch.optim.Optimizer:
@@ -86,7 +89,7 @@ def _compressed() -> dict[str, Contender]:
         "masters remainder": {"masters": "remainder"},
     }
     return {
-        f"{name}, {title}": _masters(weights, **options)
+        f"{name}, {title}": _masters(weights, at_length=title not in BRIEF, **options)
         for name, weights in ours.items()
         for title, options in ways.items()
     }

@@ -265,23 +265,27 @@ def test_a_contender_waits_for_its_options_and_its_library(monkeypatch: pytest.M
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contenders that are measured here, one whose library is missing, and one whose library fails."""
+    """Contenders that are measured here, one for long runs, one whose library is missing, one whose library fails."""
     names = ("fp32, AdamW fused", "bf16, fp32 masters")
     chosen = {name: CONTENDERS[name] for name in names}
     chosen["absent"] = Contender(optimizer=torch.optim.SGD, library="not_there")
+    chosen["long"] = Contender(optimizer=torch.optim.SGD, at_length=True)
     chosen["broken"] = Contender(optimizer=torch.optim.SGD, library="torch")
     monkeypatch.setattr(memory, "CONTENDERS", chosen)
 
 
 def asked_here(name: str, *, full: bool) -> dict[str, Any]:
-    if name == "broken":
-        raise RuntimeError("broken ended with 1: NotImplementedError: no CPU")
+    if name in ("broken", "long"):
+        raise RuntimeError(f"{name} ended with 1: NotImplementedError: no CPU")
     return of_contender(CONTENDERS[name], TINY, deeper=full)
 
 
 @pytest.mark.usefixtures("three")
 def test_the_question_is_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "_asked", asked_here)
+    results = json.loads(json.dumps(memory.run()))
+    assert results["skipped"]["long"] == "asked with --full alone"
+    del memory.CONTENDERS["long"]
     results = json.loads(json.dumps(memory.run(full=True)))
     assert list(results["contenders"]) == ["fp32, AdamW fused", "bf16, fp32 masters"]
     assert list(results["skipped"]) == ["absent", "broken"]
