@@ -100,7 +100,10 @@ def markdown(results: dict[str, Any]) -> str:
         cells = [*(f"{of['model'][moment]:.2f}" for moment in WHEN), pages]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     if results["skipped"]:
-        lines += ["", "Not asked:", "", *(f"* {name}: {why}" for name, why in results["skipped"].items())]
+        reasons: dict[str, list[str]] = {}
+        for name, why in results["skipped"].items():
+            reasons.setdefault(why, []).append(name)
+        lines += ["", "Not asked:", "", *(f"* {why}: {'; '.join(names)}" for why, names in reasons.items())]
     return "\n".join(lines)
 
 

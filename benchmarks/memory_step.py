@@ -122,7 +122,11 @@ def _backward(model: Model, tokens: Tensor) -> None:
 
 
 def _parts(model: Model, params: list[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of storages by whose they are, each counted once, and the number of parameters."""
+    """Bytes of storages by whose they are, each counted once, and the number of parameters.
+
+    What a state calls master.. is one, and everything else in it belongs to the moments; what an optimizer keeps
+    outside of its states comes out as "other".
+    """
     seen: set[int] = set()
     own = held(params, seen)
     rest = held(model.parameters(), seen)

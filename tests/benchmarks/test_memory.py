@@ -291,7 +291,7 @@ def test_the_question_is_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert list(results["skipped"]) == ["absent", "broken"]
     text = memory.markdown(results)
     assert columns_of("bf16, fp32 masters", text) == [1 + 3 + len(PARTS) + 2, 5]
-    assert "* broken: broken ended with 1: NotImplementedError: no CPU" in text
+    assert "* broken ended with 1: NotImplementedError: no CPU: broken" in text
     memory.draw(results, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 0
 
