@@ -56,9 +56,12 @@ def run(*, full: bool = False) -> dict[str, Any]:
 def _asked(name: str, *, full: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.memory_process", name, *(["--full"] if full else [])]
     environment = {**os.environ, **RETURNED}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{name} was stopped after {LIMIT} s") from None
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise RuntimeError(f"{name} ended with {done.returncode}: {last[0]}")

@@ -328,8 +328,11 @@ def test_of_ours_and_torchs_an_error_is_the_questions(monkeypatch: pytest.Monkey
         memory.run()
 
 
-def test_a_process_that_fails_is_told_by_its_last_line() -> None:
+def test_a_process_that_fails_is_told_by_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"^weather ended with 2: .*invalid choice: 'weather'"):
+        memory._asked("weather", full=False)
+    monkeypatch.setattr(memory, "LIMIT", 0.01)
+    with pytest.raises(RuntimeError, match=r"^weather was stopped after 0\.01 s"):
         memory._asked("weather", full=False)
 
 
