@@ -26,7 +26,11 @@ RECIPES: dict[str, Recipe] = {
     "Float8 tensor": Float8CurrentScaling(granularity="tensor"),
 }
 LR = 1e-3
-BRIEF = ("masters remainder, moments float8",)  # of the compressed ones
+# Of the compressed ones, those that are asked in the short version, too.
+BRIEF = (
+    "bf16, masters remainder, moments float8",
+    "MXFP8, masters remainder, moments float8",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,7 @@ def _compressed() -> dict[str, Contender]:
         "masters remainder": {"masters": "remainder"},
     }
     return {
-        f"{name}, {title}": _masters(weights, at_length=title not in BRIEF, **options)
+        f"{name}, {title}": _masters(weights, at_length=f"{name}, {title}" not in BRIEF, **options)
         for name, weights in ours.items()
         for title, options in ways.items()
     }
@@ -98,13 +102,15 @@ def _compressed() -> dict[str, Contender]:
 BF16_MASTERS = "bf16, fp32 masters"
 CONTENDERS: dict[str, Contender] = {
     "fp32, AdamW": Contender(weights="fp32", optimizer=partial(_adamw, foreach=True)),
-    "fp32, AdamW fused": Contender(weights="fp32", optimizer=partial(_adamw, fused=True)),
+    "fp32, AdamW fused": Contender(weights="fp32", optimizer=partial(_adamw, fused=True), at_length=True),
     "bf16, AdamW": Contender(optimizer=partial(_adamw, foreach=True)),
-    "bf16, AdamW fused": Contender(optimizer=partial(_adamw, fused=True)),
+    "bf16, AdamW fused": Contender(optimizer=partial(_adamw, fused=True), at_length=True),
     "bf16, torchao AdamW8bit": Contender(library="torchao", optimizer=_of("torchao", "AdamW8bit")),
-    "bf16, torchao AdamWFp8": Contender(library="torchao", optimizer=_of("torchao", "AdamWFp8")),
+    "bf16, torchao AdamWFp8": Contender(library="torchao", optimizer=_of("torchao", "AdamWFp8"), at_length=True),
     "bf16, bitsandbytes AdamW8bit": Contender(library="bitsandbytes", optimizer=_of("bitsandbytes", "AdamW8bit")),
     BF16_MASTERS: _masters("bf16"),
-    **{f"{name}, fp32 masters": _masters(recipe) for name, recipe in RECIPES.items()},
+    **{
+        f"{name}, fp32 masters": _masters(recipe, at_length=name == "Float8 tensor") for name, recipe in RECIPES.items()
+    },
     **_compressed(),
 }
