@@ -127,14 +127,14 @@ def evaluate(  # noqa: PLR0913 - the options of a run, keyword-only
         if contender.name not in results["rows"] or "not_run" in results["rows"][contender.name]:
             row = row_of(contender, dense, calibration, questions, peers_python)
             results["rows"][contender.name] = row
-            _store(path, results)
+            store(path, results)
             seen = f"KL {statistics.fmean(row['A16']['kl']):.5f}" if "A16" in row else row["not_run"]
             say(f"[{number}/{len(contenders)}] {contender.name}: {seen}, {row.get('seconds', 0)} s")
-    _store(path, results)
+    store(path, results)
     return results
 
 
-def _store(path: Path, results: dict[str, Any]) -> None:
+def store(path: Path, results: dict[str, Any]) -> None:
     """The whole file or the old one, whenever it is interrupted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".json.new")

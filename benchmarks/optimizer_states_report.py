@@ -1,0 +1,188 @@
+"""Tables and a picture of what optimizer_states.py found.
+
+Differences are taken seed by seed, from the contender with the same weights and masters and moments in fp32.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.optimizer_contenders import table
+
+BEST = "1"  # times the best rate
+Runs = dict[str, dict[str, dict[str, Any]]]  # contender -> multiple of the rate -> seed -> run
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """Everything that has been asked so far."""
+    lines = ["# Optimizer states: quality against fp32", ""]
+    for part in (_rates, _scratch, _small_rate, _finetune, _not_run):
+        lines += part(results)
+    return "\n".join(lines) + "\n"
+
+
+def _rates(results: Mapping[str, Any]) -> list[str]:
+    found = results.get("rates", {})
+    if not found:
+        return []
+    losses = ", ".join(f"{rate}: {_loss(run['last'])}" for rate, run in found.items())
+    return [f"Held-out loss of fp32 weights with fp32 states after {results['settings']['steps']} steps: {losses}.", ""]
+
+
+def _scratch(results: Mapping[str, Any]) -> list[str]:
+    runs: Runs = results.get("scratch", {})
+    if not runs:
+        return []
+    multiples = sorted({multiple for by_rate in runs.values() for multiple in by_rate}, key=float)
+    heads = [head for multiple in multiples for head in (f"loss, {multiple}x", "spread", "minus fp32 states")]
+    lines = [
+        "## From scratch",
+        "",
+        "Nats a byte at the end; the spread is the largest less the smallest over seeds.",
+        "",
+    ]
+    lines += [f"| weights | states | bytes a weight | {' | '.join(heads)} |", f"|---|---|---:|{'---:|' * len(heads)}"]
+    for name, row in table().items():
+        if name in runs:
+            size = "" if row.bytes_per_weight is None else f"{row.bytes_per_weight:.3g}"
+            cells = [cell for multiple in multiples for cell in _cells(runs, name, row.baseline, multiple)]
+            lines.append(f"| {row.weights} | {row.states} | {size} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _cells(runs: Runs, name: str, baseline: str, multiple: str) -> list[str]:
+    """Mean loss, its spread over seeds, and the distance from the baseline of each seed."""
+    found = runs[name].get(multiple, {})
+    last = {seed: run["last"] for seed, run in sorted(found.items())}
+    if not last:
+        return ["", "", ""]
+    ended = [loss for loss in last.values() if loss is not None]
+    if len(ended) < len(last):
+        return [f"{len(last) - len(ended)} of {len(last)} diverged", "", ""]
+    theirs = {} if name == baseline else runs.get(baseline, {}).get(multiple, {})
+    pairs = [(loss, theirs[seed]["last"]) for seed, loss in last.items() if seed in theirs]
+    gaps = [mine - other for mine, other in pairs if other is not None]
+    spread = f"{max(ended) - min(ended):.4f}" if len(ended) > 1 else ""
+    shown = ", ".join(f"{gap:+.4f}" for gap in gaps)
+    return [f"{statistics.fmean(ended):.4f} ({len(ended)})", spread, shown]
+
+
+def _loss(loss: float | None) -> str:
+    return "diverged" if loss is None else f"{loss:.4f}"
+
+
+def _small_rate(results: Mapping[str, Any]) -> list[str]:
+    found = results.get("small-rate", {})
+    if not found:
+        return []
+    settings = results["settings"]
+    lines = [f"## {settings['small_steps']} steps with a rate of {settings['small_rate']:g}", ""]
+    lines += ["| weights | states | cosine | projection | codes that differ | codes that moved |"]
+    lines += ["|---|---|---:|---:|---:|---:|"]
+    for name, row in table().items():
+        if name in found:
+            own = found[name]
+            shares = f"{own['codes_differ']:.3%} | {own['codes_moved']:.3%}"
+            lines.append(f"| {row.weights} | {row.states} | {own['cosine']:.4f} | {own['projection']:.4f} | {shares} |")
+    return [*lines, ""]
+
+
+def _finetune(results: Mapping[str, Any]) -> list[str]:
+    found = results.get("finetune", {})
+    if not found:
+        return []
+    lines = ["## SmolLM2-135M", "", "| weights | states | steps | seconds a step | the first | held-out loss |"]
+    lines += ["|---|---|---:|---:|---:|---:|"]
+    for name, row in table().items():
+        if name in found:
+            own = found[name]
+            curve = own.get("held_out", {})
+            last = _loss(curve[max(curve, key=int)]) if curve else ""
+            times = f"{own['step_seconds']:.2f} | {own['first_step_seconds']:.2f}"
+            lines.append(f"| {row.weights} | {row.states} | {own['steps']} | {times} | {last} |")
+    return [*lines, ""]
+
+
+def _not_run(results: Mapping[str, Any]) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for name, reason in results.get("not_run", {}).items():
+        reasons.setdefault(reason, []).append(name)
+    return [f"Not run, since {reason}: {'; '.join(names)}." for reason, names in reasons.items()]
+
+
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """For each kind of weights, held-out loss less the baseline's against the step, at the best rate; means of seeds.
+
+    Grey: how far single seeds of the baseline are from their mean.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    runs: Runs = {name: by[BEST] for name, by in results.get("scratch", {}).items() if BEST in by}
+    rows = {name: row for name, row in table().items() if name in runs and row.baseline in runs}
+    kinds = list(dict.fromkeys(row.weights for row in rows.values() if row.weights != "fp32"))
+    if not kinds:
+        return
+    figure, axes = plt.subplots(2, len(kinds), figsize=(4.6 * len(kinds), 7.2), layout="constrained", squeeze=False)
+    states = list(dict.fromkeys(row.states for row in rows.values() if row.weights != "fp32"))
+    colours = {each: f"C{number % 10}" for number, each in enumerate(states)}
+    for column, kind in enumerate(kinds):
+        above, below = axes[0][column], axes[1][column]
+        for name, row in rows.items():
+            if row.weights != kind:
+                continue
+            style = {"color": "black" if name == row.baseline else colours[row.states], "label": row.states}
+            above.plot(*_mean_curve(runs[name]), **style)
+            if name == row.baseline:
+                steps, around = _around_mean(runs[name])
+                below.fill_between(steps, [-each for each in around], around, color="lightgrey")
+            else:
+                below.plot(*_mean_gap(runs[name], runs[row.baseline]), **style)
+        above.set(title=f"{kind} weights, held-out loss", xlabel="step", ylabel="nats a byte")
+        below.set(title="minus fp32 states, seed by seed", xlabel="step", ylabel="nats a byte")
+        below.axhline(0, color="black", linewidth=1)
+        for each in (above, below):
+            each.grid(alpha=0.3)
+    handles = {label: handle for row in axes[0] for handle, label in zip(*row.get_legend_handles_labels(), strict=True)}
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize="small", frameon=False
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _curves(by_seed: Mapping[str, Any]) -> list[dict[str, float]]:
+    return [
+        {step: math.nan if loss is None else loss for step, loss in run["held_out"].items()} for run in by_seed.values()
+    ]
+
+
+def _mean_curve(by_seed: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    curves = _curves(by_seed)
+    steps = [step for step in curves[0] if all(step in curve for curve in curves)]
+    return [int(step) for step in steps], [statistics.fmean(curve[step] for curve in curves) for step in steps]
+
+
+def _around_mean(by_seed: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """The largest distance of a seed's curve from the mean of them."""
+    curves = _curves(by_seed)
+    steps, means = _mean_curve(by_seed)
+    far = [max(abs(curve[str(step)] - mean) for curve in curves) for step, mean in zip(steps, means, strict=True)]
+    return steps, far
+
+
+def _mean_gap(mine: Mapping[str, Any], baseline: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """The mean over seeds that both have."""
+    seeds = [seed for seed in mine if seed in baseline]
+    if not seeds:
+        return [], []
+    steps, own = _mean_curve({seed: mine[seed] for seed in seeds})
+    other = dict(zip(*_mean_curve({seed: baseline[seed] for seed in seeds}), strict=True))
+    return (
+        [step for step in steps if step in other],
+        [loss - other[step] for step, loss in zip(steps, own, strict=True) if step in other],
+    )

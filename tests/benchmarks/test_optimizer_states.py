@@ -1,0 +1,190 @@
+"""The evidence for optimizer states: codes of moments, contenders, and runs that are kept; all of it in a few steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qtensor as qt
+from benchmarks import moment_codes, optimizer_states, small_training
+from benchmarks import optimizer_contenders as contenders
+from benchmarks.moment_codes import E4M3, E5M2, INT8, U4M4, UINT8, Grid, in_bf16, rounded
+from benchmarks.optimizer_contenders import FULL, PLAIN, AdamWWithBf16Moments
+
+BASELINES = ["bf16 | masters fp32, moments fp32", "nvfp4 | masters fp32, moments fp32"]
+PLAIN_BF16 = "bf16 | no masters, torch AdamW"
+
+
+def noise_like(values: torch.Tensor) -> torch.Tensor:
+    return torch.rand(values.shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_e4m3_in_blocks_has_the_values_of_mxfp8() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 64) * torch.logspace(-30, 20, 64)[:, None]
+    x[0, 0], x[1] = 448.0, 0.0
+    wanted = qt.quantize(x, qt.MXFP8BlockScaling()).dequantize().float()
+    assert torch.equal(rounded(x.reshape(-1), E4M3, None).view(64, 64), wanted)
+
+
+@pytest.mark.parametrize(("grid", "dtype"), [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)])
+def test_floats_are_rounded_as_torch_casts_them(grid: Grid, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(512, 32) * torch.logspace(-6, 2, 512)[:, None]
+    x[:, 0] = grid.largest  # every block has the scale 1
+    assert torch.equal(rounded(x.reshape(-1), grid, None).view(512, 32), x.to(dtype).float())
+
+
+@pytest.mark.parametrize("grid", [E4M3, E5M2, INT8, UINT8, U4M4])
+def test_no_code_saturates_and_stochastic_rounding_has_the_right_mean(grid: Grid) -> None:
+    torch.manual_seed(0)
+    block = torch.rand(32) * 0.9
+    block[0], block[1] = 1.0, 0.0
+    many = block.repeat(20_000)
+    found = rounded(many, grid, noise_like(many)).view(-1, 32)
+    assert found.max() <= 1.01 * block.max()
+    assert torch.all(found[:, 1] == 0)
+    assert torch.allclose(found.mean(0), block, rtol=2e-3, atol=1e-4)
+    nearest = rounded(block, grid, None)
+    assert (nearest - block).abs().max() <= 1 / 16  # half a step of E5M2 below 1
+    assert not torch.equal(nearest, block)
+
+
+def test_positive_values_round_to_0_never() -> None:
+    block = torch.tensor([1.0, 1e-12, 0.0] + 29 * [0.5])
+    never = Grid(largest=448.0, mantissa=3, lowest=-6, never_zero=True)
+    assert rounded(block, E4M3, None)[1] == 0
+    for noise in (None, torch.zeros(32)):
+        found = rounded(block, never, noise)
+        assert found[1] == 2.0**-9 * 2.0**-8
+        assert found[2] == 0
+        assert torch.equal(found[3:], block[3:])
+
+
+def test_bf16_is_rounded_in_the_mean_too() -> None:
+    values = torch.full((100_000,), 1.001)
+    found = in_bf16(values, noise_like(values))
+    assert set(found.unique().tolist()) == {1.0, 1.0078125}
+    assert found.mean().item() == pytest.approx(1.001, abs=1e-4)
+    assert torch.equal(in_bf16(values, None), values.bfloat16().float())
+
+
+def test_without_a_code_the_loop_is_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_training, "WARMUP", 2)
+    plain = contenders.table()[f"fp32 | {PLAIN}"]
+    theirs = optimizer_states.scratch(plain, 0, 4e-3, 3)["last"]
+    ours = moment_codes.train("fp32 | none", 0, 3, 4e-3)["held_out"]
+    assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_codes_of_moments_are_kept_and_only_missing_runs_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moment_codes, "EVERY", 2)
+    path = tmp_path / "codes.json"
+    asked: dict[str, Any] = {"steps": 4, "rate": 4e-3}
+    said: list[str] = []
+    moment_codes.answer(path, wanted=["fp32 | none"], seeds=[0], say=said.append, **asked)
+    wanted = ["fp32 | none", "E4M3 of root | stochastic", "int8 | nearest", "bf16 | stochastic"]
+    results = moment_codes.answer(path, wanted=wanted, seeds=[0], say=said.append, **asked)
+    assert len(said) == len(wanted)
+    assert list(json.loads(path.read_text())["runs"]) == wanted
+    errors = {name: results["runs"][name]["0"] for name in wanted}
+    assert errors["fp32 | none"]["m once"] == 0
+    assert 0 < errors["bf16 | stochastic"]["m once"] < errors["int8 | nearest"]["m once"] < 0.05
+    assert all(each["m carried"] >= each["m once"] for each in errors.values())
+    assert "| int8 | nearest |" in moment_codes.markdown(results)
+    with pytest.raises(ValueError, match="give another --out"):
+        moment_codes.answer(path, wanted=[], seeds=[], say=said.append, **{**asked, "steps": 5})
+
+
+def test_the_table_has_baselines_and_says_why_a_row_cannot_run() -> None:
+    rows = contenders.table()
+    assert all(row.baseline in rows and rows[row.baseline].weights == row.weights for row in rows.values())
+    assert {f"{weights} | {FULL}" for weights in ("bf16", "mxfp8", "nvfp4")} <= set(rows)
+    assert contenders.lacks_options(check_replicas="", fused_step="") is None
+    assert contenders.lacks_options(fused_step="", nonsense="") == "MasterWeightOptimizer has no nonsense"
+    assert contenders.lacks_package("no_such_package") == "the package no_such_package is not installed"
+    known = contenders.unsupported([rows[BASELINES[0]], contenders.compressed("bf16", "remainder", "float8")])
+    assert BASELINES[0] not in known
+
+
+def test_moments_are_bf16_values_after_each_step() -> None:
+    param = torch.nn.Parameter(torch.ones(8))
+    optimizer = AdamWWithBf16Moments([param], lr=0.1)
+    param.grad = torch.linspace(0.1, 1, 8)
+    optimizer.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = optimizer.state[param][name]
+        assert moment.dtype == torch.float32
+        assert torch.equal(moment, moment.bfloat16().float())
+        assert moment.min() > 0
+
+
+def test_a_code_for_each_weight() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(8, 32)
+    for recipe in (qt.MXFP8BlockScaling(), qt.NVFP4BlockScaling()):
+        quantized = qt.quantize(weight, recipe)
+        before = optimizer_states.codes_of(quantized)
+        changed = weight.clone()
+        changed[3, 5] *= -1
+        after = optimizer_states.codes_of(qt.quantize(changed, recipe))
+        assert (before != after).nonzero().tolist() == [[3 * 32 + 5]]
+
+
+def test_what_survives_of_an_update() -> None:
+    codes = torch.arange(4)
+    baseline = {"way": torch.tensor([3.0, 0.0, 4.0, 0.0]), "before": codes, "after": codes + 1}
+    assert optimizer_states.compared(baseline, baseline) == {
+        "cosine": 1.0,
+        "projection": 1.0,
+        "codes_differ": 0.0,
+        "codes_moved": 1.0,
+    }
+    other = {"way": torch.tensor([3.0, 4.0, 0.0, 0.0]), "before": codes, "after": torch.tensor([1, 1, 2, 3])}
+    found = optimizer_states.compared(other, baseline)
+    assert found == pytest.approx({"cosine": 0.36, "projection": 0.36, "codes_differ": 0.75, "codes_moved": 0.25})
+    still = {**other, "way": torch.zeros(4)}
+    assert optimizer_states.compared(still, baseline)["projection"] == 0
+
+
+@pytest.fixture
+def few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs of a few steps, with their tensors in a folder of their own; the file for their figures."""
+    for name, value in {"RUNS": tmp_path, "EVERY": 2, "RATES": (2e-3, 4e-3), "SMALL_STEPS": 3}.items():
+        monkeypatch.setattr(optimizer_states, name, value)
+    monkeypatch.setattr(small_training, "HELD_OUT", 16)
+    return tmp_path / "states.json"
+
+
+def test_runs_are_kept_and_not_made_again(few_steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--steps", "4", "--seeds", "0", "--rates", "1", "--out", str(few_steps)]
+    optimizer_states.main([*common, "--questions", "rates", "scratch", "--only", BASELINES[0]])
+    first = json.loads(few_steps.read_text())
+    assert list(first["rates"]) == ["0.002", "0.004"]
+    assert list(first["scratch"]) == BASELINES[:1]
+    capsys.readouterr()
+    optimizer_states.main([*common, "--only", *BASELINES, PLAIN_BF16])
+    said = capsys.readouterr().out
+    assert f"scratch / {BASELINES[0]}" not in said
+    assert said.count("CPU seconds") == 5  # two curves and three answers to small-rate
+    results = json.loads(few_steps.read_text())
+    assert results["scratch"][BASELINES[0]] == first["scratch"][BASELINES[0]]
+    small = results["small-rate"]
+    assert small[BASELINES[0]]["cosine"] == small[BASELINES[1]]["cosine"] == 1
+    # bf16 weights keep next to nothing of such steps, masters all of it
+    assert small[PLAIN_BF16]["projection"] < 0.2
+    assert small[PLAIN_BF16]["codes_differ"] > 0
+    table = few_steps.with_suffix(".md").read_text()
+    assert "| bf16 | no masters, torch AdamW | 4 |" in table
+    assert few_steps.with_suffix(".png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="give another --out"):
+        optimizer_states.main(["--steps", "5", "--out", str(few_steps)])
+
+
+def test_no_run_is_started_when_time_is_up(few_steps: Path) -> None:
+    optimizer_states.main(["--steps", "4", "--minutes", "0", "--out", str(few_steps)])
+    assert "scratch" not in json.loads(few_steps.read_text())
