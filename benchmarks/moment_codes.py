@@ -14,7 +14,8 @@ moment v is stored as its square root, which has half the range of exponents and
     E4M3, never 0        E4M3, but a positive sqrt(v) is rounded to 0 never, at least to the smallest code
     bf16                 16 bits without scales, for comparison
 
-Each rounds to the nearest, or stochastically (up or down, with the chances that make the mean exact).
+Each rounds to the nearest, or stochastically (up or down, with the chances that make the mean exact), or stochastically
+in v alone: v is averaged over a thousand steps, and what a step changes in it is less than half a step of any code.
 
     loss         held-out, at the end, and its distance from fp32 moments with the same seed
     once         RMS error of one encoding over the RMS of the moment, every 50th step
@@ -68,7 +69,7 @@ E4M3 = Grid(mantissa=3, lowest=-6, largest=448.0)
 E5M2 = Grid(mantissa=2, lowest=-14, largest=57344.0)
 U4M4 = Grid(mantissa=4, lowest=-6, largest=496.0)  # 4 bits of exponent, no sign, no NaN
 INT8, UINT8 = Grid(largest=127.0, even=True), Grid(largest=255.0, even=True)
-Rounding = Literal["nearest", "stochastic"]
+Rounding = Literal["nearest", "stochastic", "v stochastic"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ CODES = {
     "E4M3 of root": Code(first=E4M3, second=E4M3, root=True),
     "bf16": Code(bf16=True),
 }
-ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic")
+ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "v stochastic")
 
 
 def names() -> list[str]:
@@ -155,7 +156,8 @@ class Moments:
     """AdamW over one vector; both moments (v as its root) are kept in a code."""
 
     code: Code
-    draw: Callable[[], Tensor | None]
+    rounding: str
+    drawn: torch.Generator
     weights: Tensor
     steps: int = 0
     largest: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(()))
@@ -175,10 +177,19 @@ class Moments:
         update = m / (1 - first**self.steps) / (root / (1 - second**self.steps) ** 0.5 + EPS)
         self.largest = torch.maximum(self.largest, update.abs().max())
         self.weights.mul_(1 - rate * small_training.WEIGHT_DECAY).sub_(update, alpha=rate)
-        self.m = kept(m, self.code.first, self.draw(), bf16=self.code.bf16)
-        second_kept = kept(root.sqrt() if self.code.root else root, self.code.second, self.draw(), bf16=self.code.bf16)
-        self.root = second_kept.square() if self.code.root else second_kept
+        self.m = kept(m, self.code.first, self._noise("stochastic"), bf16=self.code.bf16)
+        noise, bf16 = self._noise("stochastic", "v stochastic"), self.code.bf16
+        if self.code.root:
+            self.root = kept(root.sqrt(), self.code.second, noise, bf16=bf16).square()
+        else:
+            self.root = kept(root, self.code.second, noise, bf16=bf16)
         return {} if self.steps % EVERY else self._errors(m, root)
+
+    def _noise(self, *roundings: str) -> Tensor | None:
+        """Random numbers in [0, 1), for runs that round so."""
+        if self.rounding not in roundings:
+            return None
+        return torch.rand(len(self.weights), generator=self.drawn, device="cpu")
 
     def _errors(self, m: Tensor, root: Tensor) -> dict[str, float]:
         return {
@@ -200,10 +211,7 @@ def train(name: str, seed: int, steps: int, rate: float) -> dict[str, Any]:
     model, weights, gradients = flat_model(seed)
     drawn = torch.Generator(device="cpu").manual_seed(1000 + seed)
 
-    def draw() -> Tensor | None:
-        return torch.rand(len(weights), generator=drawn, device="cpu") if rounding == "stochastic" else None
-
-    moments = Moments(CODES.get(chosen, Code()), draw, weights)
+    moments = Moments(CODES.get(chosen, Code()), rounding, drawn, weights)
     rows, order = small_training.rows_of("train"), small_training.order_of(seed, steps)
     seen: list[dict[str, float]] = []
     for step in tqdm(range(steps), desc=f"{name}, seed {seed}", mininterval=10):

@@ -188,3 +188,15 @@ def test_runs_are_kept_and_not_made_again(few_steps: Path, capsys: pytest.Captur
 def test_no_run_is_started_when_time_is_up(few_steps: Path) -> None:
     optimizer_states.main(["--steps", "4", "--minutes", "0", "--out", str(few_steps)])
     assert "scratch" not in json.loads(few_steps.read_text())
+
+
+def test_what_cannot_be_asked_is_listed_and_the_next_is_asked(tmp_path: Path) -> None:
+    asking = optimizer_states.Asking(tmp_path / "states.json", {}, 1.0, "command")
+
+    def refuse() -> None:
+        raise NotImplementedError("a master is kept otherwise")
+
+    assert asking.fill(["small-rate", "one"], refuse) is None
+    assert asking.fill(["small-rate", "two"], lambda: 2) == 2
+    assert asking.results["not_run"] == {"small-rate / one": "a master is kept otherwise"}
+    assert asking.results["small-rate"] == {"two": 2}
