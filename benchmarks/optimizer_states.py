@@ -5,7 +5,7 @@
     python -m benchmarks.optimizer_states --questions scratch --only 'mxfp8 | *' --rates 1 --seeds 0
     python -m benchmarks.optimizer_states --questions            # asks nothing: draws and writes the table anew
 
-    rates        which learning rate is best for fp32 weights with AdamW; the question below takes multiples of it
+    rates        which learning rate is best for fp32 weights with AdamW, by the mean of three seeds
     scratch      the model of small_training.py, trained until its loss moves no more: held-out loss at the end, for
                  0.3, 1 and 3 times the best rate, and three seeds (of initial values and the order of the data)
     small-rate   1,000 steps with a rate of 1e-6 from the weights that `rates` found. How much of the update of fp32
@@ -49,7 +49,7 @@ RESULTS = Path(__file__).parent / "results"
 RUNS = Path(__file__).parents[1] / "runs" / "optimizer_states"  # tensors that later runs begin from
 QUESTIONS = ("rates", "scratch", "small-rate", "finetune")
 STEPS, EVERY, SEEDS = 2000, 250, (0, 1, 2)
-RATES = (2e-3, 4e-3, 8e-3)  # of which the best is taken; it lies between the others
+RATES = (1e-3, 2e-3, 4e-3)  # of which the best is taken; it should lie between the others
 MULTIPLES = (1.0, 0.3, 3.0)
 SMALL_RATE, SMALL_STEPS = 1e-6, 1000
 FINETUNE_STEPS = 300
@@ -67,23 +67,22 @@ class Asking:
         self.results = found or {"command": command, "settings": settings, **machine_and_versions()}
 
     def fill(self, keys: Sequence[str], run: Callable[[], Any], done: Callable[[Any], bool] = lambda _: True) -> Any:
-        """What the file has under these keys, or what `run` finds, which is written at once; None: no time, or no way."""
-        at = self.results
-        for key in keys[:-1]:
-            at = at.setdefault(key, {})
-        if keys[-1] in at and done(at[keys[-1]]):
-            return at[keys[-1]]
+        """What the file has under these keys, or what `run` finds, written at once; None: no time, or no way."""
+        found: Any = functools.reduce(lambda at, key: at.get(key, {}), keys, self.results)
+        if found and done(found):
+            return found
         if time.monotonic() > self._until:
             return None
         began = time.process_time()
         try:
-            at[keys[-1]] = run()
+            found = run()
         except NotImplementedError as reason:
             self.results.setdefault("not_run", {})[" / ".join(keys)] = str(reason)
             return None
+        functools.reduce(lambda at, key: at.setdefault(key, {}), keys[:-1], self.results)[keys[-1]] = found
         store(self.path, self.results)
-        print(f"{' / '.join(keys)}: {at[keys[-1]]}, {time.process_time() - began:.0f} CPU seconds", flush=True)
-        return at[keys[-1]]
+        print(f"{' / '.join(keys)}: {found}, {time.process_time() - began:.0f} CPU seconds", flush=True)
+        return found
 
 
 def model_for(contender: Contender, seed: int) -> nn.Module:
@@ -138,16 +137,17 @@ def _finite(loss: float) -> float | None:
 
 
 def ask_rates(asking: Asking, steps: int) -> float | None:
-    """The best rate for fp32 weights and states, seed 0; None where some have not run yet."""
+    """The rate with the least mean loss over seeds, for fp32 weights and states; None where some have not run yet."""
     plain = table()[f"fp32 | {PLAIN}"]
-    losses: dict[float, float] = {}
-    for rate in RATES:
-        keep = RUNS / f"start-{rate:g}-{steps}.safetensors"
-        found = asking.fill(["rates", f"{rate:g}"], functools.partial(scratch, plain, 0, rate, steps, keep))
+    losses: dict[float, list[float]] = {rate: [] for rate in RATES}
+    for seed, rate in itertools.product(SEEDS, RATES):
+        keep = RUNS / f"start-{rate:g}-{steps}.safetensors" if seed == SEEDS[0] else None
+        run = functools.partial(scratch, plain, seed, rate, steps, keep)
+        found = asking.fill(["rates", f"{rate:g}", str(seed)], run)
         if found is None:
             return None
-        losses[rate] = math.inf if found["last"] is None else found["last"]
-    return min(losses, key=losses.__getitem__)
+        losses[rate].append(math.inf if found["last"] is None else found["last"])
+    return min(losses, key=lambda rate: sum(losses[rate]))
 
 
 def ask_scratch(

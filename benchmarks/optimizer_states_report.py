@@ -27,8 +27,19 @@ def _rates(results: Mapping[str, Any]) -> list[str]:
     found = results.get("rates", {})
     if not found:
         return []
-    losses = ", ".join(f"{rate}: {_loss(run['last'])}" for rate, run in found.items())
-    return [f"Held-out loss of fp32 weights with fp32 states after {results['settings']['steps']} steps: {losses}.", ""]
+    lines = [
+        "## Which rate",
+        "",
+        "fp32 weights with fp32 states, each seed.",
+        "",
+        "| rate | mean | seeds |",
+        "|---:|---:|---|",
+    ]
+    for rate, by_seed in found.items():
+        last = [run["last"] for run in by_seed.values()]
+        mean = _loss(None if None in last else statistics.fmean(last))
+        lines.append(f"| {rate} | {mean} | {', '.join(map(_loss, last))} |")
+    return [*lines, ""]
 
 
 def _scratch(results: Mapping[str, Any]) -> list[str]:

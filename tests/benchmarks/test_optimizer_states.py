@@ -154,7 +154,8 @@ def test_what_survives_of_an_update() -> None:
 @pytest.fixture
 def few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs of a few steps, with their tensors in a folder of their own; the file for their figures."""
-    for name, value in {"RUNS": tmp_path, "EVERY": 2, "RATES": (2e-3, 4e-3), "SMALL_STEPS": 3}.items():
+    few = {"RUNS": tmp_path, "EVERY": 2, "RATES": (2e-3, 4e-3), "SEEDS": (0,), "SMALL_STEPS": 3}
+    for name, value in few.items():
         monkeypatch.setattr(optimizer_states, name, value)
     monkeypatch.setattr(small_training, "HELD_OUT", 16)
     return tmp_path / "states.json"
