@@ -8,7 +8,7 @@
     rates        which learning rate is best for fp32 weights with AdamW, by the mean of three seeds
     scratch      the model of small_training.py, trained until its loss moves no more: held-out loss at the end, for
                  0.3, 1 and 3 times the best rate, and three seeds (of initial values and the order of the data)
-    small-rate   1,000 steps with a rate of 1e-6 from the weights that `rates` found. How much of the update of fp32
+    small-rate   1,000 steps with a rate of 1e-6 from weights that were trained so. How much of the update of fp32
                  states arrives: with u the way that the masters went (the weights, where there are none), and r that of
                  fp32 states,   cosine = u.r / |u||r|,   projection = u.r / |r|^2,   and the share of weights whose
                  stored codes differ from those of fp32 states, and from those at the start
@@ -51,7 +51,7 @@ QUESTIONS = ("rates", "scratch", "small-rate", "finetune")
 STEPS, EVERY, SEEDS = 2000, 250, (0, 1, 2)
 RATES = (1e-3, 2e-3, 4e-3)  # of which the best is taken; it should lie between the others
 MULTIPLES = (1.0, 0.3, 3.0)
-SMALL_RATE, SMALL_STEPS = 1e-6, 1000
+SMALL_RATE, SMALL_STEPS, START_RATE = 1e-6, 1000, 2e-3  # the last: of the run that the small steps go on from
 FINETUNE_STEPS = 300
 
 
@@ -136,12 +136,17 @@ def _finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
+def _start(rate: float, steps: int) -> Path:
+    """The file of weights that `small-rate` begins with."""
+    return RUNS / f"start-{rate:g}-{steps}.safetensors"
+
+
 def ask_rates(asking: Asking, steps: int) -> float | None:
     """The rate with the least mean loss over seeds, for fp32 weights and states; None where some have not run yet."""
     plain = table()[f"fp32 | {PLAIN}"]
     losses: dict[float, list[float]] = {rate: [] for rate in RATES}
     for seed, rate in itertools.product(SEEDS, RATES):
-        keep = RUNS / f"start-{rate:g}-{steps}.safetensors" if seed == SEEDS[0] else None
+        keep = _start(rate, steps) if (seed, rate) == (0, START_RATE) else None
         run = functools.partial(scratch, plain, seed, rate, steps, keep)
         found = asking.fill(["rates", f"{rate:g}", str(seed)], run)
         if found is None:
@@ -196,14 +201,14 @@ def compared(mine: Mapping[str, Tensor], baseline: Mapping[str, Tensor]) -> dict
     }
 
 
-def ask_small_rate(asking: Asking, contenders: Sequence[Contender], best: float, steps: int) -> None:
+def ask_small_rate(asking: Asking, contenders: Sequence[Contender], steps: int) -> None:
     """Each contender against the baseline with the same weights, whose tensors stay in `RUNS`."""
-    start = RUNS / f"start-{best:g}-{steps}.safetensors"
-    if not start.exists():  # the figures came along from elsewhere, and the tensors did not
-        scratch(table()[f"fp32 | {PLAIN}"], 0, best, steps, start)
+    start = _start(START_RATE, steps)
 
     def answer(each: Contender) -> dict[str, float]:
-        kept = RUNS / f"small-rate-{each.weights}-{best:g}-{steps}.safetensors"
+        if not start.exists():
+            scratch(table()[f"fp32 | {PLAIN}"], 0, START_RATE, steps, start)
+        kept = RUNS / f"small-rate-{each.weights}-{steps}.safetensors"
         if not kept.exists():
             save_file(small_rate(table()[each.baseline], start), kept)
         baseline = load_file(kept)
@@ -283,17 +288,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Ask, and write figures, a table and a picture."""
     asked = options(arguments)
     torch.set_num_threads(1)
-    settings = {**small_training.SETTINGS, "steps": asked.steps, "small_rate": SMALL_RATE, "small_steps": SMALL_STEPS}
+    settings = {
+        **small_training.SETTINGS,
+        "steps": asked.steps,
+        "small_rate": SMALL_RATE,
+        "small_steps": SMALL_STEPS,
+    } | {"start_rate": START_RATE}
     command = " ".join(["python -m benchmarks.optimizer_states", *([] if arguments is None else arguments)])
     asking = Asking(asked.out or newest(), settings, asked.minutes, command)
     chosen = [each for each in table().values() if any(fnmatch.fnmatchcase(each.name, glob) for glob in asked.only)]
     asking.results["not_run"] = unsupported(chosen)
     able = [each for each in chosen if each.name not in asking.results["not_run"]]
-    best = ask_rates(asking, asked.steps) if set(asked.questions) - {"finetune"} else None
+    best = ask_rates(asking, asked.steps) if {"rates", "scratch"} & set(asked.questions) else None
     if best is not None and "scratch" in asked.questions:
         ask_scratch(asking, able, best, list(itertools.product(asked.rates, asked.seeds)), asked.steps)
-    if best is not None and "small-rate" in asked.questions:
-        ask_small_rate(asking, able, best, asked.steps)
+    if "small-rate" in asked.questions:
+        ask_small_rate(asking, able, asked.steps)
     if "finetune" in asked.questions:
         ask_finetune(asking, able, asked.finetune_steps)
     store(asking.path, asking.results)
