@@ -6,8 +6,8 @@
     python -m benchmarks.optimizer_states --questions            # asks nothing: draws and writes the table anew
 
     rates        which learning rate is best for fp32 weights with AdamW, by the mean of three seeds
-    scratch      the model of small_training.py, trained until its loss moves no more: held-out loss at the end, for
-                 0.3, 1 and 3 times the best rate, and three seeds (of initial values and the order of the data)
+    scratch      the model of small_training.py, trained for `--steps`: held-out loss at the end, for 0.3, 1 and 3 times
+                 the best rate, and three seeds (of initial values and the order of the data)
     small-rate   1,000 steps with a rate of 1e-6 from weights that were trained so. How much of the update of fp32
                  states arrives: with u the way that the masters went (the weights, where there are none), and r that of
                  fp32 states,   cosine = u.r / |u||r|,   projection = u.r / |r|^2,   and the share of weights whose
@@ -15,8 +15,8 @@
     finetune     SmolLM2-135M as in loss_curves.py: held-out loss, and seconds a step (`--finetune-steps 5` times it)
 
 Contenders are in optimizer_contenders.py; one that cannot run here is listed with the reason. Each run is written as it
-ends, and not run again; runs of the three seeds come first for the best rate. A run of `scratch` takes one to three
-minutes of one core. Beside the file of figures are a table and a picture of the curves.
+ends, and not run again; runs of the three seeds come first for the best rate. A run of `scratch` takes half a
+minute to two minutes of one core. Beside the file of figures are a table and a picture of the curves.
 """
 
 import argparse
@@ -49,7 +49,7 @@ RESULTS = Path(__file__).parent / "results"
 RUNS = Path(__file__).parents[1] / "runs" / "optimizer_states"  # tensors that later runs begin from
 QUESTIONS = ("rates", "scratch", "small-rate", "finetune")
 STEPS, EVERY, SEEDS = 2000, 250, (0, 1, 2)
-RATES = (1e-3, 2e-3, 4e-3)  # of which the best is taken; it should lie between the others
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)  # of which the best is taken; it should lie between others
 MULTIPLES = (1.0, 0.3, 3.0)
 SMALL_RATE, SMALL_STEPS, START_RATE = 1e-6, 1000, 2e-3  # the last: of the run that the small steps go on from
 FINETUNE_STEPS = 300
@@ -64,7 +64,9 @@ class Asking:
         if found and found["settings"] != settings:
             raise ValueError(f"{path} is of {found['settings']}, and this run of {settings}; give another --out")
         self.path, self._until = path, time.monotonic() + 60 * minutes
-        self.results = found or {"command": command, "settings": settings, **machine_and_versions()}
+        self.results = found or {"commands": [], "settings": settings, **machine_and_versions()}
+        if command not in self.results["commands"]:
+            self.results["commands"].append(command)
 
     def fill(self, keys: Sequence[str], run: Callable[[], Any], done: Callable[[Any], bool] = lambda _: True) -> Any:
         """What the file has under these keys, or what `run` finds, written at once; None: no time, or no way."""

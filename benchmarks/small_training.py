@@ -5,7 +5,7 @@ multiple of 32. It reads Python's language reference byte by byte, 8 rows of 64 
 two and a half times. Everything is drawn from the seed: initial values, and the order of the data. Held-out loss is
 that of topics that are not trained on, in nats a byte.
 
-The rate rises for 100 steps and falls along a cosine to a twentieth, so runs end where their loss moves no more.
+The rate rises for 100 steps and falls along a cosine to a twentieth.
 """
 
 import contextlib
