@@ -21,7 +21,8 @@ width is part of the key, so it is always said, even where inductor would choose
 
 A kernel may come with code written by hand for a GPU, which then runs in place of what inductor would make, under the
 same policy. If it fails, inductor's takes its place, with one warning for each such kernel; in mode "compiled" it
-raises.
+raises. So it does on one device where its bytes are not those of the definition, which is tried there before its first
+call of each kind (probes.py).
 """
 
 import logging
@@ -30,13 +31,14 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fsdp_hooks.kernels.probes import Probes, can_try, where
 from fsdp_hooks.torch_private import below_autograd, is_tracing, is_watched, mark_rows_dynamic, one_dispatch_state
 
 LOG = logging.getLogger(__name__)
@@ -129,6 +131,7 @@ class Kernel:
             returns the same bytes. None if nobody wrote it.
         elements: how many of them an entry of the large tensor holds.
         narrow: on a CPU with vectors of 512 bits use those of 256, because the code would not fill the wider ones.
+        probes: what `by_hand` proves itself with on a device; None: by nothing.
     """
 
     works: ClassVar[bool] = False  # whether any kernel was compiled
@@ -142,11 +145,17 @@ class Kernel:
         *,
         elements: int = 1,
         narrow: bool = False,
+        probes: Probes | None = None,
     ) -> None:
         self._elements, self._narrow = elements, narrow
         code = fn.__code__.replace(co_name=name)
         self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
         self.by_hand = self._given = by_hand
+        self.probes = probes
+        # of code written by hand: (device, kind of call) that it was tried for, devices where its bytes were others
+        self._proven: set[tuple[torch.device, Hashable]] = set()
+        self._refused: set[torch.device] = set()
+        self.tries = 0  # how often a call did not run it at once
         # by layout of the arguments; None: any
         self._compiled: dict[Layout | None, Callable[..., Any]] = {}
         self._failed = False
@@ -167,8 +176,12 @@ class Kernel:
                 return self.eager(*args)
         # it reads memory, whatever the state; the tensors that it makes are to have no base and no history
         if self.has_by_hand(args[0]):
-            with below_autograd():
-                return self._run(args, self.by_hand, out)
+            if self.probes is None or self._is_proven(args, self.probes):
+                with below_autograd():
+                    return self._run(args, self.by_hand, out)
+            # not tried yet, while a graph is captured: nor could it be compiled now
+            if self.has_by_hand(args[0]):
+                return self.eager(*args)
         # dynamo would compile again for each state in which it is called
         with one_dispatch_state(args[0].device.type):
             # detach() in this state makes aliases without a base; dynamo would also guard on a base's shape
@@ -177,8 +190,8 @@ class Kernel:
 
     def compiled_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the function that compiles, or has compiled, for such arguments; it may mark them for the compiler."""
-        if self.by_hand is not None and args[0].device.type in BY_HAND_ON:
-            return self.by_hand
+        if self.has_by_hand(args[0]):
+            return self.by_hand  # type: ignore[return-value]
         layout = None if args[0].device.type == "cpu" else _layout(args)
         # a model has fewer row lengths: one that goes on making them gets the dynamic code
         if layout is not None and layout not in self._compiled and len(self._compiled) >= LAYOUTS:
@@ -212,7 +225,9 @@ class Kernel:
 
     def has_by_hand(self, large: Tensor) -> bool:
         """Return whether what runs compiled for `large` is code written by hand."""
-        return self.by_hand is not None and large.device.type in BY_HAND_ON
+        if self.by_hand is None or large.device.type not in BY_HAND_ON:
+            return False
+        return not self._refused or large.device not in self._refused
 
     def would_compile(self, large: Tensor) -> bool:
         """Return whether such a call `compiles` if nobody traces."""
@@ -226,6 +241,64 @@ class Kernel:
         if mode == "auto" and (elements < COMPILED_FROM or self._failed or Kernel.failed is not None):
             return False
         return elements > 0 and large.device.type in COMPILED_ON
+
+    def _is_proven(self, args: tuple[Any, ...], probes: Probes) -> bool:
+        """Return whether code written by hand has the definition's bytes for such a call, tried once on each device."""
+        device = args[0].device
+        key = device, probes.kind(*args)
+        if key in self._proven:
+            return True
+        with _alone:
+            if key not in self._proven and self.has_by_hand(args[0]):
+                self.tries += 1
+                if can_try(device):
+                    self._prove(*key, probes)
+            return key in self._proven
+
+    def _prove(self, device: torch.device, kind: Hashable, probes: Probes) -> None:
+        """Try code written by hand, and note what came of it."""
+        assert self.by_hand is not None
+        began = time.perf_counter()
+        try:
+            with below_autograd(), _without_warnings():
+                why = probes.difference(self.by_hand, device, kind)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if use_kernels.mode == "compiled":
+                raise
+            LOG.info("%s failed, so other code takes its place", self.eager.__name__, exc_info=error)
+            self._drop_by_hand(error)
+            return
+        if not why:
+            self._proven.add((device, kind))
+            took = time.perf_counter() - began
+            LOG.info("%s: written by hand, proved itself on %s in %.3f s", self.eager.__name__, device, took)
+            return
+        wrong = (
+            f"The kernel written by hand for {self.eager.__name__} computes other bytes than the format defines on "
+            f"{where(device)}: of the numbers that it is tried with, {why}"
+        )
+        if use_kernels.mode == "compiled":
+            raise RuntimeError(
+                f"{wrong}. No tensor was written. Other versions of Triton or of the driver may be right; "
+                f"{VARIABLE}=auto runs torch.compile's code in its place. Please report this text."
+            )
+        self._refused.add(device)
+        warnings.warn(
+            f"{wrong}. So torch.compile's code runs on this device in its place: the right bytes, slower. Other versions "
+            f"of Triton or of the driver may be right. Please report this text.",
+            stacklevel=5,
+        )
+
+    def _drop_by_hand(self, error: Exception) -> None:
+        """Run other code in its place from here on, and say so."""
+        self.by_hand = None
+        warnings.warn(
+            f"The kernel written by hand for {self.eager.__name__} failed ({type(error).__name__}), so "
+            f"torch.compile's runs from here on: the same bytes. {VARIABLE}=compiled shows the error.",
+            stacklevel=4,
+        )
 
     def _run(self, args: tuple[Any, ...], compiled: Callable[..., Any] | None = None, out: Any = None) -> Any:
         try:
@@ -245,12 +318,7 @@ class Kernel:
             LOG.info("%s failed, so other code takes its place", self.eager.__name__, exc_info=error)
             # by_hand may be None by now, if it failed in another thread
             if compiled is not None and compiled is self._given:
-                self.by_hand = None
-                warnings.warn(
-                    f"The kernel written by hand for {self.eager.__name__} failed ({type(error).__name__}), so "
-                    f"torch.compile's runs from here on: the same bytes. {VARIABLE}=compiled shows the error.",
-                    stacklevel=3,
-                )
+                self._drop_by_hand(error)
                 return self.run(*args)
             result = self.eager(*args)
             # this kernel only: it had too many kinds of inputs, for example

@@ -119,8 +119,12 @@ def replayed(kernel: Kernel, given: Sequence[Tensor], call: Callable[[], Sequenc
             return again  # type: ignore[no-any-return]
     if layout in kernel.known or len(kernel.known) >= MOST:
         return call()
+    tries = kernel.tries
     with listening() as heard:
         made = call()
+    # a call in which the code was tried made other launches, too: the next one is heard again
+    if kernel.tries != tries:
+        return made
     kernel.known[layout] = replay_of(heard, given, made)
     return made
 

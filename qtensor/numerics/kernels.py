@@ -29,6 +29,7 @@ from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import ragged, triton_kernels
 from qtensor.numerics.in_place import are_written, writable_parts
+from qtensor.numerics.probes.calls import amax_probes, decode_probes, encode_probes
 from qtensor.numerics.tiles import (
     CHUNK,
     CHUNK_ELSEWHERE,
@@ -229,7 +230,8 @@ def _amax_kernel(dtype: torch.dtype, *, rows: bool) -> Kernel:
         return row_amax(x) if rows else finite_amax(x)
 
     by_hand = triton_kernels.amax if not rows and _takes_by_hand(dtype) else None
-    return Kernel(amax, f"amax_of_{'rows' if rows else 'tensor'}_{dtype}", by_hand)
+    probes = None if by_hand is None else amax_probes(dtype, amax)
+    return Kernel(amax, f"amax_of_{'rows' if rows else 'tensor'}_{dtype}", by_hand, probes=probes)
 
 
 @functools.cache
@@ -263,7 +265,10 @@ def _encode_kernel(
         + ("_strided" if strided else "")
     )
     hand = None if decided or strided else _by_hand(recipe, dtype)
-    return Kernel(encode, f"encode_{_name(recipe, dtype)}{kind}", None if hand is None else hand.encode)
+    name = f"encode_{_name(recipe, dtype)}{kind}"
+    if hand is None:
+        return Kernel(encode, name)
+    return Kernel(encode, name, hand.encode, probes=encode_probes(recipe, dtype, encode))
 
 
 @functools.cache
@@ -305,7 +310,8 @@ def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided
     elements = specs_of(recipe)[0].block or 1
     # 32 numbers of 16 bits fill a wide vector, and inductor does not mix blocks of 16: a quarter of the speed
     narrow = elements > 1 and dtype.itemsize == 2
-    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", run, elements=elements, narrow=narrow)
+    probes = None if hand is None else decode_probes(recipe, dtype, decode)
+    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", run, elements=elements, narrow=narrow, probes=probes)
 
 
 class _Decoding(NamedTuple):
