@@ -22,6 +22,9 @@ from fsdp_hooks.kernels.compiled import Kernel
 from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import kernels, triton_kernels
+from qtensor.numerics.probes.turned import both_probes, columns_probes, transpose_probes
+from qtensor.spec import registry as formats
+from qtensor.spec.blocks import row_amax
 from qtensor.spec.codecs.rounding import is_armed
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import format_of
@@ -103,7 +106,8 @@ def _transpose_kernel() -> Kernel:
     def by_hand(x: Tensor, width: int) -> Tensor:
         return _module().transpose(x, width)  # type: ignore[no-any-return]
 
-    return Kernel(transpose, "transpose", by_hand if triton_kernels.available() else None)
+    hand = by_hand if triton_kernels.available() else None
+    return Kernel(transpose, "transpose", hand, probes=transpose_probes(transpose))
 
 
 @functools.cache
@@ -117,7 +121,10 @@ def _columns_kernel(recipe: Recipe, dtype: torch.dtype, multiple: int) -> Kernel
         assert hand is not None
         return _module().encode_columns(x, _padded(x.shape[0], multiple), **hand.options)  # type: ignore[no-any-return]
 
-    return Kernel(encode_columns, "encode_columns", None if hand is None else by_hand)
+    if hand is None:
+        return Kernel(encode_columns, "encode_columns")
+    probes = columns_probes(recipe, dtype, lambda x: _defined(x.t(), recipe, multiple))
+    return Kernel(encode_columns, "encode_columns", by_hand, probes=probes)
 
 
 @functools.cache
@@ -132,7 +139,19 @@ def _both_kernel(recipe: Recipe, dtype: torch.dtype, multiple: int) -> Kernel:
         widths = _padded(x.shape[1], multiple), _padded(x.shape[0], multiple)
         return _module().encode_both(x, factors, widths, **hand.options)  # type: ignore[no-any-return]
 
-    return Kernel(encode_both, "encode_both", None if hand is None else by_hand)
+    def defined(x: Tensor, factors: Tensor | None) -> tuple[Parts, Parts]:
+        scaled = x if factors is None else x.to(torch.float32) * factors
+        return _defined(scaled, recipe, multiple), _defined(x.t(), recipe, multiple)
+
+    if hand is None:
+        return Kernel(encode_both, "encode_both")
+    return Kernel(encode_both, "encode_both", by_hand, probes=both_probes(recipe, dtype, defined))
+
+
+def _defined(x: Tensor, recipe: Recipe, multiple: int) -> Parts:
+    """Return the parts of rows as the format defines them, whatever would run them."""
+    values = padded(x, multiple).to(torch.float32)
+    return formats.encode(values, recipe, row_amax(values))
 
 
 def _by_hand(recipe: Recipe, dtype: torch.dtype) -> triton_kernels.ByHand | None:

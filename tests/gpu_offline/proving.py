@@ -102,3 +102,40 @@ def warm(kernel: Kernel, kind: Any) -> None:
     """Import what a kernel is made of."""
     from qtensor.numerics import triton_transposes  # noqa: F401
     from qtensor.numerics.triton_kernels import float8, float8_blocks, int4, mxfp4, mxfp8, nvfp4, reductions  # noqa: F401
+
+
+# -- the fused step ----------------------------------------------------------------------------------------------------
+
+
+def step_proofs(
+    recipe: Any, rule: str, grads: torch.dtype, columns: int = 256, how: Broken | None = None, *, aligned: bool = True
+) -> list[str]:
+    """What the probes of the kernels of a weight's step find, "" where they are right; recipe: or a dense dtype."""
+    from qtensor.optim.fused import decision, probe
+    from qtensor.optim.fused.kernel import step  # noqa: F401 - what may be broken is to be known
+    from qtensor.optim.fused.tasks import Kind
+    from qtensor.optim.fused.step import run
+    from qtensor.spec.registry import format_of, tensor_wide
+    from tests.gpu_offline.stepping import on_gpu
+
+    if recipe is None or isinstance(recipe, torch.dtype):
+        output, recipe = decision.dense(recipe, columns), None
+    else:
+        wide = tensor_wide(recipe) is not None
+        by_row = kernels.shares_amax(recipe) and not wide
+        hand = format_of(recipe).by_hand(recipe)
+        output = decision.quantized(hand, (128, columns), wide=wide, by_row=by_row)
+    here = decision.dense(None, columns).finding_amax() if output.later else output
+    kind = Kind(CPU, getattr(decision, rule), here, grads, aligned)
+    found = []
+    with on_gpu([]), ExitStack() as stack:
+        if how is not None:
+            stack.enter_context(broken(*how))
+        for what in [kind, *([output] if output.later else [])]:
+            probe._proven.clear()
+            try:
+                probe.prove(what, CPU, recipe, run)
+                found.append("")
+            except probe.OtherBytesError as error:
+                found.append(str(error))
+    return found

@@ -46,8 +46,21 @@ class Run:
 
 
 @contextmanager
-def on_gpu(seen: list[str]) -> Iterator[None]:
-    """The fused step runs on tensors of the CPU; each launch adds the name of what it runs."""
+def on_gpu(seen: list[str], tried: list[str] | None = None) -> Iterator[None]:
+    """The fused step runs on tensors of the CPU; each launch adds the name of what it runs, to `tried` if it proves it.
+
+    Which launches prove a kernel, depends on what the process has run before.
+    """
+    from qtensor.optim.fused.probe import prove
+
+    def prove_apart(*given: Any) -> None:
+        steps = len(seen)
+        try:
+            prove(*given)
+        finally:
+            if tried is not None:
+                tried.extend(seen[steps:])
+            del seen[steps:]
 
     def launch(kernel: WrittenKernel, args: tuple[Any, ...]) -> None:
         if kernel.programs:
@@ -60,6 +73,7 @@ def on_gpu(seen: list[str]) -> Iterator[None]:
         use_kernels("auto"),
         mock.patch.object(fused, "FUSED_ON", {"cpu"}),
         mock.patch("qtensor.optim.fused.tasks.FUSED_ON", {"cpu"}),
+        mock.patch("qtensor.optim.fused.step.prove", prove_apart),
         launches_go_to(launch),
     ):
         yield
@@ -79,7 +93,7 @@ def values(weight: Weight, seed: int, factor: float = 1.0) -> Tensor:
 
 
 def trained(run: Run) -> dict[str, Any]:
-    """Train; returns the bytes of all that a step writes, after each step, and what was launched."""
+    """Train; returns the bytes of all that a step writes, after each step, and what was launched by steps and tried."""
     params = []
     for number, weight in enumerate(run.weights):
         x = values(weight, run.seed + number).to(weight.dtype)
@@ -95,7 +109,8 @@ def trained(run: Run) -> dict[str, Any]:
     ]
     after: list[dict[str, Tensor]] = []
     launched: list[str] = []
-    with on_gpu(launched):
+    tried: list[str] = []
+    with on_gpu(launched, tried):
         options = {"foreach": True, **run.optimizer}
         optimizer = MasterWeightOptimizer(getattr(torch.optim, run.kind), groups, **options)
         for step in range(run.steps):
@@ -108,7 +123,7 @@ def trained(run: Run) -> dict[str, Any]:
                 param.grad = None if step in weight.skips else grad
             optimizer.step()
             after.append(bytes_of(params, optimizer))
-    return {"after": after, "launched": launched}
+    return {"after": after, "launched": launched, "tried": tried}
 
 
 def bytes_of(params: Sequence[nn.Parameter], optimizer: MasterWeightOptimizer) -> dict[str, Tensor]:

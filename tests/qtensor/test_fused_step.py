@@ -30,7 +30,7 @@ from qtensor.optim import fused
 from qtensor.optim.fused.counts import advance_counts, read_counts
 from qtensor.optim.fused.decision import PLAIN
 from qtensor.optim.fused.facts import FactsReader
-from qtensor.optim.fused.step import FusedStep
+from qtensor.optim.fused.step import CAPTURED, FusedStep
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.tensor.contents import preserve
 from tests.gpu_offline.recipes import RECIPES
@@ -317,6 +317,42 @@ def test_a_step_like_the_last_one_decides_nothing() -> None:
         assert compiled.call_count == asked
     assert [entry[1] for entry in again[:6]] == [entry[1] for entry in before[:6]]
     assert again[6] is before[6]  # the very plan
+
+
+def test_a_capture_is_no_reason_that_is_kept() -> None:
+    """A kernel that was not tried before is not tried while a graph is captured; afterwards it is."""
+    optimizer = stepped_once()
+    with (
+        cpu_for_a_gpu(),
+        mock.patch("qtensor.optim.fused.step.can_try", return_value=False) as can_try,
+        mock.patch("qtensor.optim.fused.step.run") as run,
+        mock.patch("qtensor.optim.fused.step.prove") as prove,
+        torch.no_grad(),
+    ):
+        assert taken_by(optimizer) == []
+        assert optimizer._fused_way is not None
+        assert set(optimizer._fused_way._told.values()) == {CAPTURED}
+        assert not run.called
+        assert not prove.called
+        can_try.return_value = True
+        assert len([entry for entry in taken_by(optimizer) if isinstance(entry, tuple)]) == len(optimizer._masters)
+        assert run.called
+        assert prove.called
+        # and in the next capture, what is known holds
+        can_try.return_value = False
+        assert len([entry for entry in taken_by(optimizer) if isinstance(entry, tuple)]) == len(optimizer._masters)
+
+
+def test_a_step_that_must_be_fused_is_not_captured_untried() -> None:
+    optimizer = stepped_once()
+    optimizer._wants_fused = True
+    with (
+        cpu_for_a_gpu(),
+        mock.patch("qtensor.optim.fused.step.can_try", return_value=False),
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match="step once before that"),
+    ):
+        taken_by(optimizer)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

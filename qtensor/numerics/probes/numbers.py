@@ -132,12 +132,18 @@ def _next_codes(parts: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Tensor
 
 
 def any_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 2) -> Tensor:
+    """Return codes or scales of any bits; if there are 256 or more of one byte, all of them."""
+    if dtype == torch.float32:
+        # few scales are NaN or infinite, and none is negative
+        size = torch.Size(shape).numel()
+        return wild(dtype, Patches(1, 1, -(-size // 16), 16), seed).abs().reshape(-1)[:size].reshape(shape)
+    return any_bytes(shape, dtype, seed)
+
+
+def any_bytes(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 2) -> Tensor:
     """Return numbers of any bits; if there are 256 or more of one byte, all of them."""
     generator = torch.Generator("cpu").manual_seed(seed)
     size = torch.Size(shape).numel() * dtype.itemsize
-    if dtype == torch.float32:
-        # few scales are NaN or infinite, and none is negative
-        return wild(dtype, Patches(1, 1, -(-size // 64), 16), seed).abs().reshape(-1)[: size // 4].reshape(shape)
     found = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8, device=CPU)
     every = torch.arange(min(256, size), dtype=torch.uint8, device=CPU)
     if dtype.itemsize == 1:

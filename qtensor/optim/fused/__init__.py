@@ -9,6 +9,7 @@ plan.py        the rows of the table and the launches: pure
 table.py       the table of pointers
 launches.py    launches of the kernels, which alone import Triton
 kernel.py      the kernels
+probe.py       a kernel proves itself on a device
 """
 
 FUSED_ON = frozenset({"cuda"})  # devices

@@ -21,19 +21,24 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.kernels.compiled import use_kernels
-from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, without_torch_function
+from fsdp_hooks.kernels.probes import can_try
+from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, local_of, without_torch_function
 from qtensor.optim.fused.counts import advance_counts, read_counts
 from qtensor.optim.fused.decision import Output, Rule, numbers_of, refuse_optimizer, rule_of
 from qtensor.optim.fused.facts import STEP, Facts, FactsReader
 from qtensor.optim.fused.plan import Pass, Plan, Plans
+from qtensor.optim.fused.probe import prove
 from qtensor.optim.fused.table import ROW, Owners, filled, packed
 from qtensor.optim.fused.tasks import Kind, Task, output_of, task_of
 from qtensor.spec.codecs.rounding import is_armed
+from qtensor.spec.recipes import Recipe
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 LOG = logging.getLogger(__name__)
 
 # reasons that pass by themselves
 FIRST = "its first step makes the inner optimizer's state"
+CAPTURED = "its kernel was not tried before a graph is captured, and cannot be meanwhile: step once before that"
 FRESH = "no step has written it since it was made, loaded or written by others"
 UNREAD = "its state or its parts are tensors of other classes"
 
@@ -128,7 +133,12 @@ class FusedStep:
         facts, grad = read
         known = self._kept.get(param)
         if known is None or known[0] != facts:
-            known = self._kept[param] = facts, self._decide(pair, state, rule)
+            known = facts, self._decide(pair, state, rule)
+            # a capture ends, and no fact of the parameter tells so
+            if known[1] == CAPTURED:
+                self._kept.pop(param, None)
+            else:
+                self._kept[param] = known
         return known[1], grad
 
     def _decide(self, pair: tuple[Tensor, Tensor], state: Mapping[str, Any], rule: Rule) -> Task | str:
@@ -138,25 +148,31 @@ class FusedStep:
         task = task_of(pair, state, rule, output)
         if isinstance(task, str):
             return task
-        if why := self._compiled(task.kind, task.kind.device):
+        shard, device = local_of(pair[0]), task.kind.device
+        recipe = shard.recipe if isinstance(shard, QuantizedTensor) else None
+        if why := self._compiled(task.kind, device, recipe):
             return why
-        return (task.later and self._compiled(task.later.output, task.kind.device)) or task
+        return (task.later and self._compiled(task.later.output, device, recipe)) or task
 
-    def _compiled(self, what: Kind | Output, device: torch.device) -> str:
-        """Return why a kernel cannot be compiled, tried once: before a step depends on it."""
+    def _compiled(self, what: Kind | Output, device: torch.device, recipe: Recipe | None) -> str:
+        """Return why a kernel cannot be used, tried once: before a step depends on it."""
         if what not in self._broken:
+            if not can_try(device):
+                return CAPTURED
             self._broken[what] = ""
             table = torch.zeros(1, ROW, dtype=torch.int64, device=device)
             none, amax = (torch.zeros(size, dtype=torch.int32, device=device) for size in (0, 1))
             try:
                 run(what, table, none, amax)
+                prove(what, device, recipe, run)
             except torch.OutOfMemoryError:
                 del self._broken[what]
                 raise
             except Exception as error:
                 if use_kernels.mode == "compiled":
+                    del self._broken[what]  # it is no better in the next step
                     raise
-                self._broken[what] = f"its kernel does not compile: {error}"
+                self._broken[what] = f"its kernel failed: {error}"
                 warnings.warn(
                     f"MasterWeightOptimizer: the kernel of the fused step failed ({type(error).__name__}: {error}); "
                     "parameters that need it take the general way, which is slower and gives the same bytes",
