@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fsdp_hooks.kernels.probes import Probes, can_try, where
+from fsdp_hooks.kernels.probes import Written, can_try, where
 from fsdp_hooks.torch_private import below_autograd, is_tracing, is_watched, mark_rows_dynamic, one_dispatch_state
 
 LOG = logging.getLogger(__name__)
@@ -127,11 +127,10 @@ class Kernel:
     Args:
         fn: takes tensors, the large one first, and returns tensors; no side effects.
         name: tells kernels apart in profiles and logs.
-        by_hand: what runs in place of compiled code on a GPU, for the same arguments, and `out` if a call has one; it
-            returns the same bytes. None if nobody wrote it.
+        written: what runs in place of compiled code on a GPU, for the same arguments, and `out` if a call has one; it
+            returns the same bytes, and proves it on each device. None if nobody wrote it.
         elements: how many of them an entry of the large tensor holds.
         narrow: on a CPU with vectors of 512 bits use those of 256, because the code would not fill the wider ones.
-        probes: what `by_hand` proves itself with on a device; None: by nothing.
     """
 
     works: ClassVar[bool] = False  # whether any kernel was compiled
@@ -141,17 +140,16 @@ class Kernel:
         self,
         fn: Callable[..., Any],
         name: str,
-        by_hand: Callable[..., Any] | None = None,
+        written: Written | None = None,
         *,
         elements: int = 1,
         narrow: bool = False,
-        probes: Probes | None = None,
     ) -> None:
         self._elements, self._narrow = elements, narrow
         code = fn.__code__.replace(co_name=name)
         self.eager = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
-        self.by_hand = self._given = by_hand
-        self.probes = probes
+        self.by_hand = self._given = None if written is None else written.run
+        self.probes = None if written is None else written.probes
         # of code written by hand: (device, kind of call) that it was tried for, devices where its bytes were others
         self._proven: set[tuple[torch.device, Hashable]] = set()
         self._refused: set[torch.device] = set()
@@ -176,7 +174,7 @@ class Kernel:
                 return self.eager(*args)
         # it reads memory, whatever the state; the tensors that it makes are to have no base and no history
         if self.has_by_hand(args[0]):
-            if self.probes is None or self._is_proven(args, self.probes):
+            if self._is_proven(args):
                 with below_autograd():
                     return self._run(args, self.by_hand, out)
             # not tried yet, while a graph is captured: nor could it be compiled now
@@ -242,26 +240,28 @@ class Kernel:
             return False
         return elements > 0 and large.device.type in COMPILED_ON
 
-    def _is_proven(self, args: tuple[Any, ...], probes: Probes) -> bool:
+    def _is_proven(self, args: tuple[Any, ...]) -> bool:
         """Return whether code written by hand has the definition's bytes for such a call, tried once on each device."""
+        assert self.probes is not None
         device = args[0].device
-        key = device, probes.kind(*args)
+        key = device, self.probes.kind(*args)
         if key in self._proven:
             return True
         with _alone:
             if key not in self._proven and self.has_by_hand(args[0]):
                 self.tries += 1
                 if can_try(device):
-                    self._prove(*key, probes)
+                    self._prove(*key)
             return key in self._proven
 
-    def _prove(self, device: torch.device, kind: Hashable, probes: Probes) -> None:
+    def _prove(self, device: torch.device, kind: Hashable) -> None:
         """Try code written by hand, and note what came of it."""
         assert self.by_hand is not None
+        assert self.probes is not None
         began = time.perf_counter()
         try:
             with below_autograd(), _without_warnings():
-                why = probes.difference(self.by_hand, device, kind)
+                why = self.probes.difference(self.by_hand, device, kind)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -286,8 +286,8 @@ class Kernel:
             )
         self._refused.add(device)
         warnings.warn(
-            f"{wrong}. So torch.compile's code runs on this device in its place: the right bytes, slower. Other versions "
-            f"of Triton or of the driver may be right. Please report this text.",
+            f"{wrong}. So torch.compile's code runs on this device in its place: the right bytes, slower. Other "
+            "versions of Triton or of the driver may be right. Please report this text.",
             stacklevel=5,
         )
 

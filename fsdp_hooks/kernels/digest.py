@@ -20,7 +20,8 @@ Small ones of one shape and dtype are stacked, which copies them, so that a thou
 instead of ten thousand.
 
 On an NVIDIA GPU one launch reads all tensors, of whatever shapes and dtypes (digest_triton.py), under the rules of
-`use_kernels`. What is written here stays the definition, and takes its place where that can not run.
+`use_kernels`. What is written here stays the definition, and takes its place where that can not run, or where its first
+digests on a device are not those of the CPU.
 """
 
 import functools
@@ -31,11 +32,13 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_hooks.kernels.compiled import BY_HAND_ON, COMPILED_FROM, VARIABLE, Kernel, use_kernels
+from fsdp_hooks.kernels.probes import first_difference, where
 from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.torch_private import is_tracing, is_watched
 
@@ -52,6 +55,8 @@ MIX_FIRST = -4658895280553007687  # the one before
 LOW = 2**32 - 1
 ENOUGH = COMPILED_FROM  # bytes of all tensors, from which one launch is worth its compilation
 BY_HAND = "fsdp_hooks.kernels.digest_triton"
+# first and last byte of what a launch proves itself with: narrow and wide blocks, wherever they begin and end
+PROBED = ((0, 5), (8, 1032), (3, 703), (16, 16 + LARGE), (8, 8 + LARGE + 8205), (9, 9 + LARGE + 13), (24, 24))
 PLAIN = {Tensor, nn.Parameter}  # other classes are somebody's way of watching or faking tensors
 
 
@@ -85,12 +90,20 @@ def digests(groups: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 _launch_failed: set[str] = set()  # names of what a launch raised in this process
+_proven: set[torch.device] = set()  # where a launch made the digests of the definition
+_refused: set[torch.device] = set()  # where it made others
 
 
 def _by_one_launch(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor | None:
     """Return the digests of tensors of one GPU, read by one launch; None where the definition runs instead."""
     mode = use_kernels.mode
-    if mode == "eager" or (mode == "auto" and _launch_failed) or not _has_triton() or is_tracing() or is_watched():
+    if (
+        mode == "eager"
+        or (mode == "auto" and (_launch_failed or device in _refused))
+        or not _has_triton()
+        or is_tracing()
+        or is_watched()
+    ):
         return None
     copies: list[Tensor] = []  # live until the launch has been asked for
     places = []
@@ -115,6 +128,8 @@ def _by_one_launch(groups: Sequence[Sequence[Tensor]], device: torch.device) -> 
         return None
     try:
         by_hand = importlib.import_module(BY_HAND)
+        if device not in _proven and not _is_right(by_hand, device):
+            return None
         return by_hand.digests(tuple(places), device, stream)  # type: ignore[no-any-return]
     except torch.OutOfMemoryError:
         raise
@@ -129,6 +144,41 @@ def _by_one_launch(groups: Sequence[Sequence[Tensor]], device: torch.device) -> 
             stacklevel=4,
         )
         return None
+
+
+def _is_right(by_hand: Any, device: torch.device) -> bool:
+    """Return whether a launch makes the definition's digests on a device, tried there once."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    size = max(behind for _, behind in PROBED)
+    data = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8, device="cpu")
+    there = data.to(device)
+    pieces = [PROBED[:3], PROBED[3:], *((piece,) for piece in PROBED)]
+    places = tuple(tuple((there.data_ptr() + first, behind - first) for first, behind in group) for group in pieces)
+    table = by_hand.make_table(places, device)
+    found = table.numbers[-len(places) :].clone()
+    by_hand.launch(table, found)
+    groups = [[data[first:behind] for first, behind in group] for group in pieces]
+    difference = first_difference(found, _digests(groups, data.device, plain=True), any_nan=False)
+    if difference is None:
+        _proven.add(device)
+        return True
+    place, text = difference
+    wrong = (
+        f"The kernel written by hand for digests computes other ones than the definition on {where(device)}: of the "
+        f"bytes that it is tried with, the digest of group {place} {text}"
+    )
+    if use_kernels.mode == "compiled":
+        raise RuntimeError(
+            f"{wrong}. Other versions of Triton or of the driver may be right; {VARIABLE}=auto runs torch's operations "
+            "in its place. Please report this text."
+        )
+    _refused.add(device)
+    warnings.warn(
+        f"{wrong}. So torch's operations make them on this device: the right values, dozens of launches. Other "
+        "versions of Triton or of the driver may be right. Please report this text.",
+        stacklevel=5,
+    )
+    return False
 
 
 def _stream_to_launch_on(device: torch.device) -> int | None:
@@ -146,7 +196,8 @@ def _has_triton() -> bool:
     return torch.version.hip is None and importlib.util.find_spec("triton") is not None
 
 
-def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device, *, plain: bool = False) -> Tensor:
+    """Return the digests by torch's operations; `plain`: as they stand, compiled by nobody."""
     # groups of tensors of the same kinds
     alike: dict[tuple[tuple[torch.dtype, torch.Size], ...], list[int]] = {}
     for number, group in enumerate(groups):
@@ -175,7 +226,7 @@ def _digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor
             told = torch.tensor([kind.owners, kind.firsts], dtype=torch.int64, device="cpu")
             owners, firsts = told.to(device, non_blocking=True)
             places = torch.arange(1, kind.blocks + 1, dtype=torch.int64, device=device) + firsts[:, None]
-            sums = torch.cat([sum_ for blocks in kind.read() for sum_ in _sums(blocks, weights)])
+            sums = torch.cat([sum_ for blocks in kind.read() for sum_ in _sums(blocks, weights, plain=plain)])
             result.index_add_(0, owners, _mix(sums.view(-1, kind.blocks) * _odd(places)).sum(1))
     return result
 
@@ -227,12 +278,12 @@ def _mix(x: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 32).bitwise_and_(LOW))
 
 
-def _sums(blocks: Tensor, weights: Tensor) -> Iterator[Tensor]:
+def _sums(blocks: Tensor, weights: Tensor, *, plain: bool) -> Iterator[Tensor]:
     """Yield the sum of each block, for one piece of the blocks at a time."""
     words = blocks.shape[1]
     kernel = _narrow_sums if words == NARROW else _wide_sums
     # compiled code needs no temporaries, so it takes all blocks at once
-    if kernel.compiles(blocks):
+    if not plain and kernel.compiles(blocks):
         yield kernel(blocks, weights[:words])
         return
     for piece in blocks.split(EAGER // words):

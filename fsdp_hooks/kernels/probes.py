@@ -14,7 +14,7 @@ Never while a graph is captured: the comparison waits for the device. What was n
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,13 @@ class Probes:
                     inputs = [bits(each) for each in self.source(args, name, at, right.numel())]
                     return f"{name or 'entry'} {at} of {', '.join(inputs) or 'several inputs'} {text}"
         return ""
+
+
+class Written(NamedTuple):
+    """Code written by hand, which comes with what it is tried with: none runs untried."""
+
+    run: Callable[..., Any]
+    probes: Probes
 
 
 def can_try(device: torch.device) -> bool:

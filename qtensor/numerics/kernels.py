@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.kernels.compiled import COMPILED_FROM, Kernel, use_kernels
+from fsdp_hooks.kernels.probes import Written
 from fsdp_hooks.kernels.replays import replayed
 from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.torch_private import is_tracing
@@ -229,9 +230,9 @@ def _amax_kernel(dtype: torch.dtype, *, rows: bool) -> Kernel:
         x = x.to(torch.float32)
         return row_amax(x) if rows else finite_amax(x)
 
-    by_hand = triton_kernels.amax if not rows and _takes_by_hand(dtype) else None
-    probes = None if by_hand is None else amax_probes(dtype, amax)
-    return Kernel(amax, f"amax_of_{'rows' if rows else 'tensor'}_{dtype}", by_hand, probes=probes)
+    by_hand = not rows and _takes_by_hand(dtype)
+    written = Written(triton_kernels.amax, amax_probes(dtype, amax)) if by_hand else None
+    return Kernel(amax, f"amax_of_{'rows' if rows else 'tensor'}_{dtype}", written)
 
 
 @functools.cache
@@ -265,10 +266,8 @@ def _encode_kernel(
         + ("_strided" if strided else "")
     )
     hand = None if decided or strided else _by_hand(recipe, dtype)
-    name = f"encode_{_name(recipe, dtype)}{kind}"
-    if hand is None:
-        return Kernel(encode, name)
-    return Kernel(encode, name, hand.encode, probes=encode_probes(recipe, dtype, encode))
+    written = None if hand is None else Written(hand.encode, encode_probes(recipe, dtype, encode))
+    return Kernel(encode, f"encode_{_name(recipe, dtype)}{kind}", written)
 
 
 @functools.cache
@@ -306,12 +305,13 @@ def _decode_kernel(recipe: Recipe, dtype: torch.dtype, *, per_row: bool, strided
 
     kind = f"{'_of_shards' if per_row else ''}{'_strided' if strided else ''}"
     hand = None if strided else _by_hand(recipe, dtype)
-    run = None if hand is None else functools.partial(hand.decode, dtype=dtype)
+    written = None
+    if hand is not None:
+        written = Written(functools.partial(hand.decode, dtype=dtype), decode_probes(recipe, dtype, decode))
     elements = specs_of(recipe)[0].block or 1
     # 32 numbers of 16 bits fill a wide vector, and inductor does not mix blocks of 16: a quarter of the speed
     narrow = elements > 1 and dtype.itemsize == 2
-    probes = None if hand is None else decode_probes(recipe, dtype, decode)
-    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", run, elements=elements, narrow=narrow, probes=probes)
+    return Kernel(decode, f"decode_{_name(recipe, dtype)}{kind}", written, elements=elements, narrow=narrow)
 
 
 class _Decoding(NamedTuple):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_hooks.kernels.compiled import Kernel
+from fsdp_hooks.kernels.probes import Written
 from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import kernels, triton_kernels
@@ -106,8 +107,8 @@ def _transpose_kernel() -> Kernel:
     def by_hand(x: Tensor, width: int) -> Tensor:
         return _module().transpose(x, width)  # type: ignore[no-any-return]
 
-    hand = by_hand if triton_kernels.available() else None
-    return Kernel(transpose, "transpose", hand, probes=transpose_probes(transpose))
+    written = Written(by_hand, transpose_probes(transpose)) if triton_kernels.available() else None
+    return Kernel(transpose, "transpose", written)
 
 
 @functools.cache
@@ -124,7 +125,7 @@ def _columns_kernel(recipe: Recipe, dtype: torch.dtype, multiple: int) -> Kernel
     if hand is None:
         return Kernel(encode_columns, "encode_columns")
     probes = columns_probes(recipe, dtype, lambda x: _defined(x.t(), recipe, multiple))
-    return Kernel(encode_columns, "encode_columns", by_hand, probes=probes)
+    return Kernel(encode_columns, "encode_columns", Written(by_hand, probes))
 
 
 @functools.cache
@@ -145,7 +146,7 @@ def _both_kernel(recipe: Recipe, dtype: torch.dtype, multiple: int) -> Kernel:
 
     if hand is None:
         return Kernel(encode_both, "encode_both")
-    return Kernel(encode_both, "encode_both", by_hand, probes=both_probes(recipe, dtype, defined))
+    return Kernel(encode_both, "encode_both", Written(by_hand, both_probes(recipe, dtype, defined)))
 
 
 def _defined(x: Tensor, recipe: Recipe, multiple: int) -> Parts:

@@ -170,6 +170,7 @@ def take_place_of_launches(monkeypatch: pytest.MonkeyPatch, launched: Any) -> No
     monkeypatch.setattr(definition, "_has_triton", lambda: True)
     monkeypatch.setattr(definition, "_stream_to_launch_on", lambda device: 0)
     monkeypatch.setattr(definition, "_launch_failed", set())
+    monkeypatch.setattr(definition, "_proven", {torch.device("cpu")})
     monkeypatch.delitem(sys.modules, definition.BY_HAND, raising=False)
 
 

@@ -11,15 +11,13 @@ import importlib.util
 import inspect
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from fsdp_hooks.kernels import compiled
 from fsdp_hooks.kernels.compiled import Kernel, use_kernels

@@ -36,7 +36,11 @@ def counted() -> Iterator[list[Any]]:
     def note(kernel: Any, args: tuple[Any, ...]) -> None:
         found.append(Launch(kernel.name, 0))
 
-    as_on_gpu = {"BY_HAND_ON": frozenset({"cpu"}), "_stream_to_launch_on": mock.Mock(return_value=0)}
+    as_on_gpu = {
+        "BY_HAND_ON": frozenset({"cpu"}),
+        "_stream_to_launch_on": mock.Mock(return_value=0),
+        "_proven": {torch.device("cpu")},
+    }
     with (
         on_gpu(Launching(note)),
         launches_go_to(note),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_hooks.kernels import compiled
+from fsdp_hooks.kernels import compiled, probes
 from fsdp_hooks.kernels.compiled import Kernel
 from qtensor import Float8CurrentScaling, Int4GroupScaling, QuantizedTensor, quantize, use_kernels
 from qtensor.numerics import kernels, tiles, triton_kernels
@@ -617,9 +617,14 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Written:
     return Written()
 
 
+def untried(by_hand: Any) -> probes.Written:
+    """Code written by hand that has nothing to prove."""
+    return probes.Written(by_hand, probes.Probes(lambda *args: None, lambda kind: (), by_hand))
+
+
 @pytest.fixture
 def twice(compiler: Compiler, written: Written) -> Kernel:
-    return Kernel(lambda x: x * 2, "twice", written)
+    return Kernel(lambda x: x * 2, "twice", untried(written))
 
 
 def test_what_is_written_by_hand_runs_where_compiled_code_would(
@@ -654,7 +659,7 @@ def test_what_is_written_by_hand_is_told_where_to_write(
             raise RuntimeError("too small")
         return torch.add(x, x, out=out)
 
-    kernel, out = Kernel(lambda x: x * 2, "twice", by_hand), torch.zeros_like(LARGE)
+    kernel, out = Kernel(lambda x: x * 2, "twice", untried(by_hand)), torch.zeros_like(LARGE)
     assert kernel.runs_by_hand(LARGE)
     assert kernel(LARGE, out=out) is out
     assert torch.equal(out, LARGE * 2)
@@ -667,12 +672,12 @@ def test_what_is_written_by_hand_is_told_where_to_write(
     assert not kernel.runs_by_hand(LARGE)
     assert compiler.calls == 1
     monkeypatch.setattr(compiled, "BY_HAND_ON", {"cuda"})
-    assert not Kernel(lambda x: x * 2, "twice", by_hand).runs_by_hand(LARGE)
+    assert not Kernel(lambda x: x * 2, "twice", untried(by_hand)).runs_by_hand(LARGE)
 
 
 def test_what_is_written_by_hand_runs_on_gpus_alone(compiler: Compiler) -> None:
     written = Written()
-    assert torch.equal(Kernel(lambda x: x * 2, "twice", written)(LARGE), LARGE * 2)
+    assert torch.equal(Kernel(lambda x: x * 2, "twice", untried(written))(LARGE), LARGE * 2)
     assert (written.calls, compiler.calls) == (0, 1)
     assert {"cuda"} == compiled.BY_HAND_ON
 
@@ -725,7 +730,7 @@ def test_what_is_written_by_hand_says_nothing_of_the_compiler(
 
 def test_the_definition_joins_a_graph_of_the_caller(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    kernel = Kernel(lambda x: x * 2, "twice", written)
+    kernel = Kernel(lambda x: x * 2, "twice", untried(written))
     run = torch.compile(lambda x: kernel(x) + 1, backend="eager", fullgraph=True)
     assert torch.equal(run(LARGE), LARGE * 2 + 1)
     assert written.calls == 0

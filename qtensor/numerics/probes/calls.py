@@ -131,7 +131,9 @@ def _columns(recipe: Recipe, lanes: int) -> int:
 
 
 def _lanes(length: int, most: int) -> int:
-    return min((length - 1).bit_length(), most)
+    """Return how many bits a length takes, of which a power of two takes no more than the lengths below it."""
+    bits: int = (length - 1).bit_length()
+    return min(bits, most)
 
 
 def _scalar(number: float) -> Tensor:

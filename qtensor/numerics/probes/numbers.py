@@ -1,8 +1,8 @@
 """Values that reach each branch of a kernel, always the same ones; made of patches, which are what a scale is for.
 
-    wild    patches of all magnitudes: denormal ones, the largest, zeros of both signs, what is not finite
-    round   patches whose largest number makes a scale that is a power of two, up to one that all values share
-    ties    `round`, with numbers halfway between two neighbouring codes under these very scales, and beside them
+wild    patches of all magnitudes: denormal ones, the largest, zeros of both signs, what is not finite
+round   patches whose largest number makes a scale that is a power of two, up to one that all values share
+ties    `round`, with numbers halfway between two neighbouring codes under these very scales, and beside them
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp_hooks.kernels.probes import INTEGERS
 from qtensor.spec import registry as formats
 from qtensor.spec.recipes import Recipe
 
@@ -60,28 +61,30 @@ def wild(dtype: torch.dtype, patches: Patches, seed: int = 0) -> Tensor:
 
 
 def _spoil(found: Tensor) -> None:
-    """Write what is not finite, and other numbers of note, into patches; as many as there are."""
-    dtype, facts = found.dtype, torch.finfo(found.dtype)
-    least = facts.tiny * 2.0 ** -_mantissa(dtype)
+    """Write what is not finite, and other numbers of note, into the first patches; as many as there are."""
+    facts, each, every = torch.finfo(found.dtype), found.shape[1], slice(None)
+    least = facts.tiny * 2.0 ** -_mantissa(found.dtype)
     inf, nan = float("inf"), float("nan")
-    each = found.shape[1]
-    integers = {2: torch.int16, 4: torch.int32}[found.itemsize]
-    # a NaN with a sign and with other bits than the default one
-    odd_nan = (torch.tensor([nan], dtype=dtype, device=CPU).view(integers) | 3).view(dtype).neg()
-    notes = [
-        lambda patch: patch[[1, each // 2]].copy_(torch.tensor([nan, -0.0], dtype=dtype, device=CPU)),
-        lambda patch: patch[::2].fill_(-0.0) is patch[1::2].fill_(0.0),
-        lambda patch: patch[[2, each - 1]].copy_(torch.tensor([inf, -inf], dtype=dtype, device=CPU)),
-        lambda patch: patch.copy_(torch.where(patch.signbit(), -least, 3 * least).to(dtype)),
-        lambda patch: patch[[0, each - 2]].copy_(torch.tensor([facts.max, -facts.max], dtype=dtype, device=CPU)),
-        lambda patch: patch[3:4].copy_(odd_nan),
-        lambda patch: patch.fill_(nan),
-        lambda patch: patch.fill_(-inf),
-        lambda patch: patch[1:].fill_(0.0),
-        lambda patch: patch[:-1].fill_(-0.0),
+    # of each patch: which numbers, and what stands there
+    notes: list[list[tuple[int | slice, float]]] = [
+        [(1, nan), (2, -inf), (each // 2, -0.0), (each - 1, inf)],
+        [(slice(0, None, 2), -0.0), (slice(1, None, 2), 0.0)],
+        [(every, least), (slice(0, None, 3), -3 * least)],
+        [(0, facts.max), (each - 2, -facts.max)],
+        [(1, nan)],
+        [(2, inf)],
+        [(each - 1, -inf)],
+        [(every, nan)],
+        [(every, -inf)],
+        [(slice(1, None), 0.0)],
+        [(slice(0, each - 1), -0.0)],
     ]
-    for patch, note in zip(found, notes, strict=False):
-        note(patch)
+    for patch, own in zip(found, notes, strict=False):
+        for which, number in own:
+            patch[which] = number
+    # a NaN with a sign, and with other bits than the default one
+    bits = found.view(INTEGERS[found.itemsize])
+    bits[0, 1] = bits[0, 1] | -(1 << 8 * found.itemsize - 1) | 3
 
 
 def round_(dtype: torch.dtype, patches: Patches, most: float, seed: int = 1) -> Tensor:
@@ -110,7 +113,7 @@ def ties(x: Tensor, patches: Patches, recipe: Recipe, amax: Tensor | None) -> Te
     fmt = formats.format_of(recipe)
     both = fmt.decode(parts, recipe), fmt.decode(_next_codes(parts, recipe), recipe)
     middle = ((both[0].double() + both[1].double()) / 2).to(x.dtype)
-    integers = {2: torch.int16, 4: torch.int32}[x.itemsize]
+    integers = INTEGERS[x.itemsize]
     steps = torch.arange(x.numel(), device=CPU).view(x.shape) % 3 - 1
     beside = (middle.view(integers) + steps.to(integers)).view(x.dtype)
     found = patches.cut(torch.where(middle == 0, middle, beside)).clone()
@@ -124,11 +127,9 @@ def ties(x: Tensor, patches: Patches, recipe: Recipe, amax: Tensor | None) -> Te
 def _next_codes(parts: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Tensor]:
     """Return parts with the next larger code in place of each."""
     raw = parts["payload"].view(torch.uint8)
-    if formats.specs_of(recipe)[0].block == 2:
-        raw = ((raw & 15) + 1 & 15) | (raw & 240) + 16
-    else:
-        raw = raw + 1
-    return {**parts, "payload": raw.view(parts["payload"].dtype)}
+    packed = formats.specs_of(recipe)[0].block == 2
+    larger = ((raw + 1) & 15) | ((raw & 240) + 16) if packed else raw + 1
+    return {**parts, "payload": larger.view(parts["payload"].dtype)}
 
 
 def any_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 2) -> Tensor:

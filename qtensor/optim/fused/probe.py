@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 COUNT = 3  # steps before
 BELOW = (43008.0, 57344.0)  # what all values share, see qtensor/numerics/probes
 
-Optimizer = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+Optimizer = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
 Run = Callable[[Kind | Output, Tensor, Tensor, Tensor], None]
 _proven: set[tuple[Kind | Output, torch.device]] = set()
 
@@ -129,8 +129,12 @@ def _tried(
         numbers = _stepped(what.rule, optimizer, wanted, grad)
     parts, amax = _parts(output, recipe, wanted["master"])
     wanted |= parts
-    written |= {name: torch.full_like(part.view(torch.uint8), 0x55, device=device).view(part.dtype)
-                if part.ndim else torch.full((), 5.0, dtype=part.dtype, device=device) for name, part in parts.items()}
+    written |= {
+        name: torch.full_like(part.view(torch.uint8), 0x55, device=device).view(part.dtype)
+        if part.ndim
+        else torch.full((), 5.0, dtype=part.dtype, device=device)
+        for name, part in parts.items()
+    }
     amaxes = torch.zeros(1, dtype=torch.int32, device=device)
     if output.later:
         amaxes = amax.to(device).reshape(1).view(torch.int32)
@@ -149,7 +153,8 @@ def _stepped(rule: Rule, optimizer: Optimizer, wanted: Mapping[str, Tensor], gra
     param = nn.Parameter(wanted["master"])
     param.grad = grad.to(torch.float32)
     stepping = kind([param], foreach=True, **options)
-    state: dict[str, Any] = dict(zip(rule.states, (wanted[name] for name in ("first", "second") if name in wanted)))
+    moments = [wanted[name] for name in ("first", "second") if name in wanted]
+    state: dict[str, Any] = dict(zip(rule.states, moments, strict=True))
     if rule.counts:
         state["step"] = torch.tensor(float(COUNT), dtype=torch.float32, device=CPU)
     stepping.state[param] = state
