@@ -5,6 +5,7 @@ lowest first; each imports only what is listed before it, and fsdp_hooks:
 
     spec/      what a format is
     numerics/  values to parts and back, at speed, and what can be said of them exactly
+    probes/    what kernels written by hand are tried with on a device, before they run there
     tensor/    QuantizedTensor: a wrapper around its parts
     ops/       what torch may do to it: the op table
     products/  products with quantized weights, forward and backward

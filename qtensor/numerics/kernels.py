@@ -30,7 +30,6 @@ from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import ragged, triton_kernels
 from qtensor.numerics.in_place import are_written, writable_parts
-from qtensor.numerics.probes.calls import amax_probes, decode_probes, encode_probes
 from qtensor.numerics.tiles import (
     CHUNK,
     CHUNK_ELSEWHERE,
@@ -42,6 +41,7 @@ from qtensor.numerics.tiles import (
     pieces_of,
     rows_of,
 )
+from qtensor.probes.calls import amax_probes, decode_probes, encode_probes
 from qtensor.spec import registry as formats
 from qtensor.spec.blocks import BlockFacts, canonical_nan, finite_amax, row_amax, scatter_blocks
 from qtensor.spec.codecs.rounding import is_armed

@@ -23,7 +23,7 @@ from fsdp_hooks.kernels.probes import Written
 from fsdp_hooks.lazy_bits import resolve
 from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import kernels, triton_kernels
-from qtensor.numerics.probes.turned import both_probes, columns_probes, transpose_probes
+from qtensor.probes.turned import both_probes, columns_probes, transpose_probes
 from qtensor.spec import registry as formats
 from qtensor.spec.blocks import row_amax
 from qtensor.spec.codecs.rounding import is_armed

@@ -8,7 +8,8 @@ every place where the CPU waits is known (test_streams.py, ordering.py).
 Kernels are compiled as they are for a GPU (emitted.py), those written by hand are launched as they are (written.py).
 What Triton code costs is counted in the machine code that ptxas makes of it (assembled.py, measured.py), and has
 budgets (budgets.py, test_budgets.py). What it computes, Triton's interpreter shows (interpreted.py,
-test_interpreted.py). How often inductor compiles is counted in test_compilations.py.
+test_interpreted.py). Kernels that are broken by hand are refused (proving.py, test_proving.py). How often inductor
+compiles is counted in test_compilations.py.
 
 What calls take of the host is counted on a GPU that does nothing (idle.py, host_time.py, test_host_time.py): tensors of
 torch's own without memory, Triton's own launches up to the driver.

@@ -11,8 +11,9 @@ one more way to run it.
 Who decides. `Kernel` (fsdp_hooks/kernels) runs `ByHand.encode` and `ByHand.decode` in place of what inductor
 would make, under the same rule of modes and sizes: on CUDA alone, never while traced or watched, on fake or meta
 tensors, nor if rounding is stochastic. One that fails is dropped with a warning, and inductor's code takes its
-place; in the mode "compiled" it raises. Blocks whose facts are given (cut square blocks) and dtypes that no weight has
-stay inductor's. Nothing but a first call on such a GPU imports triton.
+place; in the mode "compiled" it raises. So is, on one device, what makes other bytes there of the numbers that it is
+tried with before it runs for the first time (qtensor/probes). Blocks whose facts are given (cut square blocks) and
+dtypes that no weight has stay inductor's. Nothing but a first call on such a GPU imports triton.
 
 What is given. Values and parts as kernels.py makes them: contiguous rows (others are copied first, as for inductor) of
 whole blocks, aligned to 8 bytes. Neighbouring rows follow each other, so a stack [E, N, K] is a matrix of E * N rows,

@@ -2,7 +2,7 @@
 
 What is right, is what the general way does: torch's optimizer with foreach=True steps a copy of the master on the same
 device, and the format's definition makes the parts of it on the CPU. Numbers are of all magnitudes, with options that
-take each branch; and, under lr=0, which leaves masters as they are, halfway between codes (qtensor/numerics/probes).
+take each branch; and, under lr=0, which leaves masters as they are, halfway between codes (qtensor/probes).
 """
 
 from array import array
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_hooks.kernels.probes import bits, first_difference, where
-from qtensor.numerics.probes.numbers import Patches, round_, ties, wild
 from qtensor.optim.fused.decision import ADAM, MOMENTUM, Output, Rule, numbers_of
 from qtensor.optim.fused.table import Addresses, filled, packed
 from qtensor.optim.fused.tasks import Kind
+from qtensor.probes.numbers import Patches, round_, ties, wild
 from qtensor.spec import registry as formats
 from qtensor.spec.blocks import finite_amax
 from qtensor.spec.recipes import Recipe
 
 CPU = torch.device("cpu")
 COUNT = 3  # steps before
-BELOW = (43008.0, 57344.0)  # what all values share, see qtensor/numerics/probes
+BELOW = (43008.0, 57344.0)  # what all values share, see qtensor/probes
 
 Optimizer = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
 Run = Callable[[Kind | Output, Tensor, Tensor, Tensor], None]

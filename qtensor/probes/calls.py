@@ -1,4 +1,8 @@
-"""Calls of the kernels of a recipe, as kernels.py makes them: all kinds of arguments, whole tiles and ragged ones."""
+"""Calls of the kernels of a recipe, as kernels.py makes them: all kinds of arguments, whole tiles and ragged ones.
+
+Triton compiles other code for numbers that 16 divides. Weights have such sizes, and so do these values, as far as they
+stay few: then what is tried is the code that runs.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -7,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.kernels.probes import Probes
-from qtensor.numerics.probes.numbers import CPU, Patches, any_bits, round_, ties, wild
-from qtensor.numerics.tiles import cut_into_tiles, packed_block
+from qtensor.probes.numbers import CPU, Patches, any_bits, round_, ties, wild
 from qtensor.spec import registry as formats
 from qtensor.spec.blocks import finite_amax, row_amax
 from qtensor.spec.recipes import Recipe
@@ -16,6 +19,8 @@ from qtensor.spec.registry import block_multiple, row_multiple, specs_of, tensor
 
 MOST = 57344.0, 43008.0  # 448 and 2688, times a power of two: what all values share
 ENOUGH = 9000  # numbers: more than a tile of any kernel, but of long rows
+SIXTEEN = 16
+MOST_COLUMNS = 4096  # of sixteen rows
 # bits of the length of rows: from these on, kernels go through them in pieces, and all longer ones are alike
 LONG = 16  # where a program holds what shares a scale
 WIDE = 11  # elsewhere
@@ -45,7 +50,7 @@ def encode_probes(recipe: Recipe, dtype: torch.dtype, encode: Callable[..., Any]
 
     def calls(kind: _Encoding) -> Iterator[tuple[Any, ...]]:
         for number, x in enumerate(_values(recipe, dtype, kind.lanes, by_row=by_row)):
-            tiles = cut_into_tiles(x, block_multiple(recipe), row_multiple(recipe))
+            tiles = _tiles(x, block_multiple(recipe), row_multiple(recipe))
             values = x.to(torch.float32)
             if kind.dims is None:
                 yield tiles, None
@@ -73,7 +78,7 @@ def decode_probes(recipe: Recipe, dtype: torch.dtype, decode: Callable[..., Any]
 
     def calls(kind: _Encoding) -> Iterator[tuple[Any, ...]]:
         columns = _columns(recipe, kind.lanes)
-        shape = (max(-(-ENOUGH // columns), 3), columns)
+        shape = (_rows(columns, 1, 3), columns)
         for seed, wide in enumerate((1.0, 3e-5, 2.0**-130, 3e38, float("nan"))):
             parts = []
             for number, spec in enumerate(specs):
@@ -83,7 +88,7 @@ def decode_probes(recipe: Recipe, dtype: torch.dtype, decode: Callable[..., Any]
                     parts.append(any_bits((shape[0], 1), torch.float32, seed))
                 else:
                     parts.append(_scalar(wide))
-            yield cut_into_tiles(parts[0], packed_block(recipe)), *parts[1:]
+            yield _tiles(parts[0], block_multiple(recipe) // specs[0].block, 1), *parts[1:]
             if kind.dims != 0:
                 return
 
@@ -94,7 +99,7 @@ def amax_probes(dtype: torch.dtype, amax: Callable[..., Any]) -> Probes:
     """Return what the kernel that finds the largest finite magnitude is tried with."""
 
     def calls(kind: object) -> Iterator[tuple[Tensor]]:
-        x = wild(dtype, Patches(1, 1, 601, 16)).reshape(-1)[:-3]
+        x = wild(dtype, Patches(1, 1, 600, 16)).reshape(-1)
         yield (x,)
         yield (torch.where(x.isfinite(), x / 2**7, x),)
         yield (torch.where(x.isfinite(), -0.0, x),)
@@ -105,10 +110,9 @@ def amax_probes(dtype: torch.dtype, amax: Callable[..., Any]) -> Probes:
 def _values(recipe: Recipe, dtype: torch.dtype, lanes: int, *, by_row: bool) -> Iterator[Tensor]:
     """Yield values [rows, columns] that reach the branches of a kernel."""
     group, block, columns = row_multiple(recipe), block_multiple(recipe), _columns(recipe, lanes)
-    size = columns if by_row else max(block, 16)
+    size = columns if by_row else max(block, 4)
     across = columns // size
-    rows = max(-(-ENOUGH // (columns * group)), 3 if by_row else 1)
-    patches = Patches(rows, group, across, size)
+    patches = Patches(_rows(columns, group, 3 if by_row else 1), group, across, size)
     yield wild(dtype, patches)
     # values that share a scale leave all but the largest magnitudes without codes
     shares = formats.shares_scale_along(recipe, 1, 2)
@@ -121,19 +125,32 @@ def _values(recipe: Recipe, dtype: torch.dtype, lanes: int, *, by_row: bool) -> 
         yield wild(dtype, patches).clamp(-(2.0**-120), 2.0**-120)
 
 
+def _tiles(x: Tensor, block: int, group: int) -> Tensor:
+    """Return whole blocks as kernels take them, see qtensor/numerics/tiles.py."""
+    tiles = (-1, x.shape[1]) if block == 1 else (-1, x.shape[1] // block, block)
+    return x.view(-1, group, *tiles[1:]) if group > 1 else x.view(tiles)
+
+
 def _columns(recipe: Recipe, lanes: int) -> int:
     """Return a length of rows: of few blocks, or one that fills most of so many lanes."""
     if not lanes:
-        return 5 * block_multiple(recipe) if row_multiple(recipe) < 64 else 2 * block_multiple(recipe)
+        return (SIXTEEN if row_multiple(recipe) < 64 else 2) * block_multiple(recipe)
     if lanes == LONG:
         return 2**15 + 48
-    return max(2**lanes - 16, 16)
+    if lanes == WIDE:
+        return 2**10 + 16
+    return (1 << lanes) - min(16, (1 << lanes) // 4)
+
+
+def _rows(columns: int, group: int, least: int) -> int:
+    """Return how many groups of rows there are."""
+    few = max(-(-ENOUGH // (columns * group)), least)
+    return few + -few % SIXTEEN if group == 1 and columns <= MOST_COLUMNS else few
 
 
 def _lanes(length: int, most: int) -> int:
-    """Return how many bits a length takes, of which a power of two takes no more than the lengths below it."""
-    bits: int = (length - 1).bit_length()
-    return min(bits, most)
+    """Return how many bits a length takes: as many as the power of two that holds it, which is 16 or more."""
+    return min(max((length - 1).bit_length(), 4), most)
 
 
 def _scalar(number: float) -> Tensor:

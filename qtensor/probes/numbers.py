@@ -16,8 +16,9 @@ from qtensor.spec import registry as formats
 from qtensor.spec.recipes import Recipe
 
 CPU = torch.device("cpu")
-# Largest numbers of elements, and of elements under scales that have a largest number; 1 for scales rounded down.
-LARGEST = (6.0, 7.5, 448.0, 57344.0, 2688.0, 1.0, 1.75, 13.0)
+# Largest numbers of elements, and of elements under scales that have a largest number; some between two scales.
+LARGEST = (6.0, 7.5, 448.0, 57344.0, 2688.0, 1.0, 1.75, 13.0, 7.5 * (1 + 2.0**-8), 7.5 * (1 + 3 * 2.0**-8), 6.375, 6.75)
+LEAST = 2.0**-127  # of scales that are powers of two
 MOST_DECADES = 24  # powers of two below a tensor's largest number that patches begin at
 
 
@@ -79,11 +80,16 @@ def _spoil(found: Tensor) -> None:
         [(slice(1, None), 0.0)],
         [(slice(0, each - 1), -0.0)],
     ]
-    for patch, own in zip(found, notes, strict=False):
-        for which, number in own:
-            patch[which] = number
-    # a NaN with a sign, and with other bits than the default one
     bits = found.view(INTEGERS[found.itemsize])
+    amaxes = [*(largest * LEAST for largest in LARGEST), *LARGEST]
+    for patch, amax in zip(found[len(notes) :], amaxes, strict=False):
+        patch.copy_(patch.sign() * amax)
+    # the next numbers above
+    bits[len(notes) + len(LARGEST) : len(notes) + 2 * len(LARGEST)] += 1
+    for patch, own in zip(found, notes, strict=False):
+        for which, value in own:
+            patch[which] = value
+    # a NaN with a sign, and with other bits than the default one
     bits[0, 1] = bits[0, 1] | -(1 << 8 * found.itemsize - 1) | 3
 
 
@@ -138,7 +144,13 @@ def any_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 2) -> Tenso
         # few scales are NaN or infinite, and none is negative
         size = torch.Size(shape).numel()
         return wild(dtype, Patches(1, 1, -(-size // 16), 16), seed).abs().reshape(-1)[:size].reshape(shape)
-    return any_bytes(shape, dtype, seed)
+    found = any_bytes(shape, dtype, seed)
+    if dtype.itemsize == 2:
+        # NaN with other bits than the default one, infinity, the least number, zero
+        noted = torch.tensor([0x7FFD, 0x7FC0, 0x7F80, 1, 0], dtype=torch.int16, device=CPU)
+        first = found.view(torch.int16).view(-1)[: len(noted)]
+        first.copy_(noted[: len(first)])
+    return found
 
 
 def any_bytes(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 2) -> Tensor:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.kernels.probes import Probes
-from qtensor.numerics.probes.numbers import CPU, Patches, any_bytes, round_, ties, wild
+from qtensor.probes.numbers import CPU, Patches, any_bytes, round_, ties, wild
 from qtensor.spec import registry as formats
 from qtensor.spec.recipes import Recipe
 
-ROWS, COLUMNS = 70, 150  # more than a tile, both ways
-WIDE = 80  # rows of what is written, zeros behind
+ROWS, COLUMNS = 80, 144  # more than a tile, both ways, and 16 divides them
+WIDE = 96  # rows of what is written, zeros behind
 
 
 def transpose_probes(transpose: Callable[..., Any]) -> Probes:
@@ -52,7 +52,7 @@ def both_probes(recipe: Recipe, dtype: torch.dtype, encode: Callable[..., Any]) 
 
 def _matrices(recipe: Recipe, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield values of all magnitudes, and values beside ties of the scales of rows, and of columns."""
-    yield wild(dtype, Patches(ROWS, 1, COLUMNS // 15, 15))
+    yield wild(dtype, Patches(ROWS, 1, COLUMNS // 16, 16))
     for rows, columns in ((ROWS, COLUMNS), (COLUMNS, ROWS)):
         patches = Patches(rows, 1, 1, columns)
         x = round_(dtype, patches, 57344.0)
