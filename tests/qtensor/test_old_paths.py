@@ -42,8 +42,11 @@ def test_models_and_an_optimizer_written_before_load() -> None:
     held = torch.load(MODELS, weights_only=False)
     with torch.no_grad():
         for name, model in held["models"].items():
-            x = held["input"].to(held["outputs"][name].dtype)
-            assert torch.equal(model(x), held["outputs"][name]), name
+            wanted = held["outputs"][name]
+            found = model(held["input"].to(wanted.dtype))
+            # the order in which a library sums products, and so how it rounds, is that of the CPU
+            assert found.dtype == wanted.dtype
+            assert float((found - wanted).abs().max() / wanted.abs().max()) < 8 * torch.finfo(wanted.dtype).eps, name
     assert all(param._partners is not None for param in held["models"]["dense"].parameters())
     [rotation] = held["models"]["rotated"][0]._forward_pre_hooks.values()
     assert type(rotation) is InputRotation
