@@ -25,7 +25,7 @@ from qtensor.spec.blocks import BlockFacts, encoding_scale, finite, quotient
 from qtensor.spec.codecs import fp8
 from qtensor.spec.codecs.fp8 import ELEMENTS
 from qtensor.spec.codecs.rounding import power_of_two_floor
-from qtensor.spec.format import Format, PartSpec, Route
+from qtensor.spec.format import Format, Grain, PartSpec, Route
 from qtensor.spec.recipes import Recipe, check_choice
 from qtensor.spec.registry import register
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -134,6 +134,14 @@ class Float8(Format):
     def asked(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling, name: str, largest: Tensor) -> Tensor:
         """By the largest element under each scale."""
         return asked_of(parts[name], largest, recipe.element, power_of_two=recipe.power_of_two)
+
+    def grain(self, recipe: Float8CurrentScaling) -> Grain | None:
+        """That of its elements."""
+        return fp8.GRAIN[recipe.element]
+
+    def unit(self, scales: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> Tensor:
+        """The scale, or what the amax makes it."""
+        return scales["scale"] if "scale" in scales else self.grid(recipe, scales)[1]
 
     def snap(self, scaled: Tensor, recipe: Float8CurrentScaling) -> Tensor:
         """Nearest E4M3 or E5M2 values."""

@@ -24,7 +24,7 @@ from qtensor.spec.blocks import BlockFacts, block_amax, encoding_scale, finite, 
 from qtensor.spec.codecs import fp8
 from qtensor.spec.codecs.fp8 import ELEMENTS
 from qtensor.spec.codecs.rounding import power_of_two_floor
-from qtensor.spec.format import Format, PartSpec, Route
+from qtensor.spec.format import Format, Grain, PartSpec, Route
 from qtensor.spec.recipes import Recipe, check_choice
 from qtensor.spec.registry import register
 
@@ -99,6 +99,12 @@ class _Float8Blocks(Format):
 
     def asked(self, parts: Mapping[str, Tensor], recipe: Float8BlockScaling, name: str, largest: Tensor) -> Tensor:
         return asked_of(parts[name], largest, recipe.element, power_of_two=recipe.power_of_two)
+
+    def grain(self, recipe: Float8BlockScaling) -> Grain:
+        return fp8.GRAIN[recipe.element]
+
+    def unit(self, scales: Mapping[str, Tensor], recipe: Float8BlockScaling) -> Tensor:
+        return scales["scale"] if "scale" in scales else self.grid(recipe, scales)[1]
 
     def snap(self, scaled: Tensor, recipe: Float8BlockScaling) -> Tensor:
         return fp8.snapped(scaled, recipe.element)

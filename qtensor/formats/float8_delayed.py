@@ -113,6 +113,9 @@ class _Float8Delayed(Float8):
     def by_hand(self, recipe: Float8DelayedScaling) -> None:  # type: ignore[override]
         """None: nobody wrote kernels that make a history."""
 
+    def grain(self, recipe: Float8DelayedScaling) -> None:  # type: ignore[override]
+        """None: elements saturate at values of any size."""
+
     def step(
         self, x: Tensor, recipe: Float8DelayedScaling, amax: Tensor, scale: Tensor, history: Tensor
     ) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from qtensor.numerics.triton_kernels import ByHand
 from qtensor.spec.blocks import BlockFacts, block_amax, broken_blocks, finite, tile
 from qtensor.spec.codecs import bf16, int4
-from qtensor.spec.format import Format, PartSpec
+from qtensor.spec.format import Format, Grain, PartSpec
 from qtensor.spec.recipes import Recipe, check_choice
 from qtensor.spec.registry import register
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -100,6 +100,9 @@ class _Int4(Format):
 
     def snap(self, scaled: Tensor, recipe: Int4GroupScaling) -> Tensor:
         return int4.snapped(scaled.to(torch.float32))
+
+    def grain(self, recipe: Int4GroupScaling) -> Grain:
+        return Grain(17, 2)
 
     def by_hand(self, recipe: Int4GroupScaling) -> ByHand:
         return ByHand("int4", {"group": recipe.group})

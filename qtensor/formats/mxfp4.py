@@ -17,7 +17,7 @@ from torch import Tensor
 from qtensor.numerics.triton_kernels import ByHand
 from qtensor.spec.blocks import BlockFacts, block_amax, broken_blocks, finite, fp32, tile
 from qtensor.spec.codecs import e2m1, e8m0
-from qtensor.spec.format import Format, PartSpec
+from qtensor.spec.format import Format, Grain, PartSpec
 from qtensor.spec.recipes import Recipe, check_choice
 from qtensor.spec.registry import register
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -89,6 +89,9 @@ class _MXFP4(Format):
 
     def snap(self, scaled: Tensor, recipe: MXFP4BlockScaling) -> Tensor:
         return e2m1.snapped(scaled)
+
+    def grain(self, recipe: MXFP4BlockScaling) -> Grain:
+        return e2m1.GRAIN
 
     def by_hand(self, recipe: MXFP4BlockScaling) -> ByHand:
         return ByHand("mxfp4", {"scale_rounding": recipe.scale_rounding})

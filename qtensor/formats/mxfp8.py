@@ -22,7 +22,7 @@ from qtensor.products.dynamic import swizzle
 from qtensor.spec.blocks import BlockFacts, block_amax, finite, fp32, marked_blocks, marks, tile
 from qtensor.spec.codecs import e8m0, fp8
 from qtensor.spec.codecs.fp8 import ELEMENTS
-from qtensor.spec.format import Format, PartSpec, Route
+from qtensor.spec.format import Format, Grain, PartSpec, Route
 from qtensor.spec.recipes import Recipe, check_choice
 from qtensor.spec.registry import register
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -113,6 +113,11 @@ class _MXFP8(Format):
 
     def snap(self, scaled: Tensor, recipe: MXFP8BlockScaling) -> Tensor:
         return fp8.snapped(scaled, recipe.element)
+
+    def grain(self, recipe: MXFP8BlockScaling) -> Grain:
+        # elements that saturate stand for values up to twice their power of two
+        saturates = recipe.element == "e4m3" and recipe.scale_rounding == "floor"
+        return Grain(fp8.GRAIN[recipe.element].bits - saturates, fp8.GRAIN[recipe.element].least)
 
     def by_hand(self, recipe: MXFP8BlockScaling) -> ByHand:
         dtype, _ = ELEMENTS[recipe.element]

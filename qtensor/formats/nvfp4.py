@@ -36,7 +36,7 @@ from qtensor.spec.blocks import (
     tile,
 )
 from qtensor.spec.codecs import e2m1, e8m0
-from qtensor.spec.format import Format, PartSpec, Route
+from qtensor.spec.format import Format, Grain, PartSpec, Route
 from qtensor.spec.recipes import Recipe, check_choice
 from qtensor.spec.registry import register
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -156,6 +156,33 @@ class _NVFP4(Format):
     ) -> tuple[Mapping[str, Tensor], Tensor]:
         one = torch.ones((), dtype=torch.float32, device=parts["payload"].device)
         return {**parts, "global_scale": one}, parts["global_scale"]
+
+    def grain(self, recipe: NVFP4BlockScaling) -> Grain:
+        return e2m1.GRAIN
+
+    def unit(self, scales: Mapping[str, Tensor], recipe: NVFP4BlockScaling) -> Tensor:
+        """The product of both scales; where that of the block is 0 or the least, its largest element says little.
+
+        Such a block may hold values up to 9 times the least scale, which all are below 16 times it.
+        """
+        least = scales["global_scale"] * LEAST_SCALE
+        dec = scales["scale"].float() * scales["global_scale"]
+        return torch.where(dec <= least, least * 16, dec)
+
+    def crosses(
+        self,
+        before: Tensor,
+        after: Tensor,
+        recipe: NVFP4BlockScaling,
+        quantizer: Mapping[str, Tensor],
+        amax: Tensor | None,
+    ) -> Tensor:
+        """In blocks under the least scale or 0 (see `unit`), where the magnitude by itself would get another one."""
+        assert amax is not None
+        enc = encoding_scale(LARGEST_SCALE * e2m1.LARGEST, amax) * SIXTH
+        enc = enc.unsqueeze(-1) if enc.ndim else enc
+        own, new = ((one * enc).clamp(max=LARGEST_SCALE).to(torch.float8_e4m3fn).float() for one in (before, after))
+        return (quantizer["scale"].float() <= LEAST_SCALE).unsqueeze(-1) & (own != new)
 
     def by_hand(self, recipe: NVFP4BlockScaling) -> ByHand:
         return ByHand("nvfp4", {"square": recipe.blocks == "square"}, wide=True)

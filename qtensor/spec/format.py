@@ -10,12 +10,24 @@ nvfp4.py) with its recipe, its numerics and its tensor class, built from the cod
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtensor.spec.blocks import BlockFacts
+
+
+class Grain(NamedTuple):
+    """How fine masters are kept as remainders (qtensor/states/lattice.py).
+
+    Attributes:
+        bits: of mantissa.
+        least: the exponent, counted from that of the element's unit, from which on they are; equal distances below.
+    """
+
+    bits: int
+    least: int
 
 
 @dataclass(frozen=True)
@@ -158,6 +170,27 @@ class Format(abc.ABC):
     def fitted(self, recipe: Any, facts: Any, shared: Any) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:
         """(quantizer, enc, fits): what `encode_with` takes, and where it is exact then; asked as `fineness` is."""
         raise self._cannot("fitted", "other scales than powers of two")
+
+    def grain(self, recipe: Any) -> Grain | None:
+        """How fine masters are kept as remainders (qtensor/states/remainders.py); None: they cannot be."""
+        return None
+
+    def unit(self, scales: Mapping[str, Tensor], recipe: Any) -> Tensor:
+        """What a remainder's steps are counted from: fp32, for each scale what it multiplies an element by.
+
+        `scales` is a quantizer, or parts. Asked of formats that have a `grain`.
+        """
+        return self.grid(recipe, scales)[1]
+
+    def crosses(
+        self, before: Tensor, after: Tensor, recipe: Any, quantizer: Mapping[str, Tensor], amax: Tensor | None
+    ) -> Tensor | None:
+        """Where a magnitude must not be rounded from `before` to `after`, since its block would get another scale; bool.
+
+        Both are [.., blocks, block]. Asked of formats that have a `grain`, about magnitudes below the unit times
+        2^least. None: nowhere, since no amax is so small.
+        """
+        return None
 
     def turned(self, parts: Mapping[str, Tensor], recipe: Any) -> tuple[dict[str, Tensor], Tensor] | None:
         """(parts of the transposed elements [K, N], factors of its columns [1, N]), or None.
