@@ -12,16 +12,22 @@ if the optimizer was new and gradients existed. The saved state is lost then, so
 parameter, which needs its master, is refused.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_hooks.torch_private import local_of
 from qtensor.optim.masters import refill
+from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from qtensor.optim.compressed.step import CompressedStates
 
 MASTER = "master_weight"
+REMAINDER = "master_remainder"  # in its place, of a master that is kept compressed (compressed/masters.py)
 
 
 def saved_states(params: Sequence[Tensor], state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
@@ -41,7 +47,7 @@ def check_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mappi
         # a parameter in fp32 is its own master, which state dicts do not name
         if masters[param] is param:
             continue
-        found = values.get(MASTER)
+        found = values.get(MASTER, values.get(REMAINDER))
         if isinstance(found, Tensor) and found.shape == param.shape:
             if (why := _uncopied(found, masters[param])) is None:
                 continue
@@ -60,15 +66,45 @@ def check_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mappi
 
 
 @torch.no_grad()
-def load_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Set all masters to what was saved; a master without a saved state starts anew from its parameter."""
+def load_masters(
+    masters: Mapping[Tensor, Tensor],
+    saved: Mapping[Tensor, Mapping[str, Any]],
+    states: "CompressedStates | None" = None,
+) -> dict[Tensor, Tensor]:
+    """Set all masters to what was saved; a master without a saved state starts anew from its parameter.
+
+    Returns:
+        the remainders that were saved of masters that are kept in fp32; they need the bytes of the weight, which may be
+        loaded later.
+    """
+    remainders: dict[Tensor, Tensor] = {}
     for param, master in masters.items():
         if master is param:
             continue
-        if param in saved:
-            master.copy_(saved[param][MASTER])
+        values = saved.get(param, {})
+        if states is not None and param in states.remainders:
+            states.load(param, values.get(MASTER), values.get(REMAINDER))
+        elif MASTER in values:
+            master.copy_(values[MASTER])
         else:
             refill(master, param)
+            if REMAINDER in values:
+                remainders[param] = values[REMAINDER].clone()
+    return remainders
+
+
+def has_compressed(saved: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+    """Return whether some saved state has entries of compressed states (see compressed/entries.py)."""
+    return any(
+        name.endswith("_root") or (isinstance(value, Tensor) and is_compressed(value))
+        for values in saved.values()
+        for name, value in values.items()
+    )
+
+
+def is_compressed(value: Tensor) -> bool:
+    """Return whether a tensor of a state is kept in less than fp32."""
+    return isinstance(local_of(value), QuantizedTensor) or value.dtype == torch.bfloat16
 
 
 def for_inner(groups: Sequence[dict[str, Any]], saved: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, Any]:
@@ -80,7 +116,7 @@ def for_inner(groups: Sequence[dict[str, Any]], saved: Mapping[Tensor, Mapping[s
         first = number
         for number, param in enumerate(group["params"], start=first):
             if param in saved:
-                states[number] = {key: value for key, value in saved[param].items() if key != MASTER}
+                states[number] = {key: value for key, value in saved[param].items() if key not in (MASTER, REMAINDER)}
         number = first + len(group["params"])
         numbered.append({**options_of(group), "params": list(range(first, number))})
     return {"state": states, "param_groups": numbered}
@@ -100,8 +136,11 @@ def publish(
     masters: Mapping[Tensor, Tensor],
     inner: Mapping[Tensor, Any],
     params: Iterable[Tensor],
+    shown: Callable[[Tensor, Tensor], Mapping[str, Tensor]] | None = None,
 ) -> None:
     """Fill `state` with what state_dict() must hold; references only.
+
+    `shown` tells what stands for a master, where that is not the master itself.
 
     That is the masters and inner states of `params` and of all parameters for which the inner optimizer has a state.
     """
@@ -109,7 +148,8 @@ def publish(
     for param, master in masters.items():
         entries = inner.get(master)
         if entries is not None or param in named:
-            state[param] = {**({} if master is param else {MASTER: master}), **(entries or {})}
+            own = shown(param, master) if shown is not None else {} if master is param else {MASTER: master}
+            state[param] = {**own, **(entries or {})}
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

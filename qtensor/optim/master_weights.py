@@ -56,6 +56,7 @@ from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
+    from qtensor.optim.compressed.step import CompressedStates, CompressedStep
     from qtensor.optim.fused.step import FusedStep, Taken
 
 
@@ -78,14 +79,20 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             foreach=True has; the logger "qtensor.optim.fused.step" tells at level DEBUG why others do not. False:
             for none. True: for all, and one that cannot take it is an error. `fused=True` is torch's own kernel where
             this way is not taken; its last bits differ from foreach=True's.
+        masters: "fp32", or "remainder": 16 bits beside a weight's own bytes, which say the rest (see docs/memory.md).
+            For quantized and bf16 weights; those in fp32 are their own masters.
+        moments: "fp32", "bfloat16" or "float8" (MXFP8): what the inner optimizer's moments are kept in between steps.
+            In 8 bits those of weights [.., K], K a multiple of 32; others stay in fp32.
+        rounding: of both, "stochastic", by counters of `param_groups[..]["states_seed"]`, the step and the place of
+            each element in the whole weight, or "nearest", which loses what is less than half a unit, in every step.
         **optimizer_kwargs: passed to `optimizer_cls`.
 
     Raises:
         ValueError: a parameter is on the meta device; one shares its scale (`share_scales`) with another that is frozen
-            or not among the parameters.
+            or not among the parameters; or its recipe, dtype or cut does not go with `masters` or `moments`.
         RuntimeError: on all ranks of a group, if they do not list the same parameters.
         NotImplementedError: the optimizer is torch.optim.Adafactor and a parameter is sharded, which torch cannot step
-            without masters either.
+            without masters either; or `masters` or `moments` are asked of one that does not step each element alone.
 
     Example:
         ```python
@@ -99,17 +106,32 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     _wants_fused: bool | None = None
     _fused_way: "FusedStep | None" = None  # made by the first step that it may be for, and not pickled
-    _taken: "Taken | None" = None  # what takes the fused way, from the masters' step to the parts' write
+    _states: "CompressedStates | None" = None  # if masters or moments are compressed
+    # what takes the fused way, or steps on compressed states, from the masters' step to the parts' write
+    _taken: "Taken | CompressedStep | None" = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its options, by name
         self,
         optimizer_cls: type[torch.optim.Optimizer],
         params: Iterable[Any],
         *,
         check_replicas: bool = False,
         fused_step: bool | None = None,
+        masters: str = "fp32",
+        moments: str = "fp32",
+        rounding: str = "stochastic",
         **optimizer_kwargs: Any,
     ) -> None:
+        if (masters, moments) != ("fp32", "fp32"):
+            from qtensor.optim.compressed.step import CompressedStates
+            from qtensor.optim.compressed.storage import Storage
+
+            self._states = CompressedStates(Storage(masters, moments, rounding))
+            if fused_step:
+                raise ValueError(
+                    f"MasterWeightOptimizer(fused_step=True, masters={masters!r}, moments={moments!r}): the fused step "
+                    "is for states in fp32; leave fused_step out"
+                )
         self._check_replicas, self._wants_fused = check_replicas, fused_step
         self._inner: torch.optim.Optimizer | None = None
         self._masters: dict[Tensor, Tensor] = {}
@@ -117,6 +139,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._labels: dict[Tensor, str] = {}  # by which ranks tell parameters apart
         self._fresh: set[Tensor] = set()
         self._written = LastWrites()
+        # loaded beside masters in fp32, which the next step makes of them and the weights that are loaded by then
+        self._remainders: dict[Tensor, Tensor] = {}
         super().__init__(params, {})
         self._check_trainable(optimizer_cls, self._named())
         self._sync(0)
@@ -137,6 +161,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             "_labels": self._labels,
             "_fresh": self._fresh,
             "_written": self._written.records(),
+            "_states": self._states,
+            "_remainders": self._remainders,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -211,6 +237,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         with without_torch_function():
             # a frozen parameter may still have a gradient, which is ignored
             stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
+        if self._states is not None:
+            self._taken = self._states.take(inner, stepped, self._masters, self._group, self._fresh)
+            self._taken.begin()
+            return stepped
         self._taken = taken = self._take_fused(inner, stepped)
         if taken is None:
             step_masters(inner, stepped, self._masters, self._group)
@@ -246,6 +276,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 replicas.look()
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 inner.update(master_states.options_of(group))
+            self._join_masters()
             # a checkpoint that was loaded since the last step wins over the masters of before
             self._follow_outside_writes(same)
             moved = move(self._inner)
@@ -264,10 +295,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         outcome = agree(trained, dense, self._labels, replicas)
         written = self._requantize(trained, outcome) | {param for param, _, _ in plain}
         if self._taken is not None:
-            written, self._taken = written | self._taken.params, None
+            written, self._taken = written | self._taken.plain, None
         count_writes(written)
         low = (param for param, master in self._masters.items() if master is not param)
         self._written.note([param for param in low if param in written or param not in self._written])
+        self._remainders.clear()
         self._publish_state(moved)
         if replicas is not None:
             # now that all ranks are known to step the same parameters
@@ -276,6 +308,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of any optimizer, with masters in it."""
         master_states.forget_looks(self.state, self._masters)
+        self._join_masters()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -291,13 +324,19 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         master_states.forget_looks(self.state, self._masters)
         saved = master_states.saved_states(params, state_dict)
-        master_states.check_masters(self._masters, saved)
+        held = self._states.remainders if self._states is not None else {}
+        master_states.check_masters(self._masters | held, saved)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        master_states.load_masters(self._masters, saved)
+        self._remainders = master_states.load_masters(self._masters, saved, self._states)
         self._start_anew(self._masters)
         # torch restores an optimizer before its model, so the loaded masters hold until the next step writes them
         self._written.forget(saved)
-        self._inner.load_state_dict(master_states.for_inner(self.param_groups, saved))
+        if self._states is not None or master_states.has_compressed(saved):
+            from qtensor.optim.compressed.entries import load_entries
+
+            load_entries(self._inner, self.param_groups, self._masters, saved, self._states)
+        else:
+            self._inner.load_state_dict(master_states.for_inner(self.param_groups, saved))
         self._publish_state(saved)
 
     def _check_trainable(self, kind: type[torch.optim.Optimizer], named: Iterable[tuple[str, Any]]) -> None:
@@ -307,6 +346,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             check_trainable(kind, [param for _, param in tensors])
             partners = [partners_of(param) for _, param in tensors if param.requires_grad]
             check_complete("MasterWeightOptimizer", partners, TRAINED)
+            if self._states is not None:
+                from qtensor.optim.compressed.storage import check_storage
+
+                check_storage(self._states.storage, kind, tensors)
 
     @contextlib.contextmanager
     def _tell_errors(self, named: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
@@ -330,8 +373,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _master_group(self, number: int) -> dict[str, Any]:
         """Return the group of this number over masters."""
         group = self.param_groups[number]
+        if self._states is not None:
+            self._states.begin_group(group, number)
         for param in group["params"]:
-            self._masters[param] = master_of(param)
+            held = None if self._states is None else self._states.hold(param)
+            self._masters[param] = master_of(param) if held is None else held
             self._group[param] = number
         for name, param in master_states.names_of(group, number):
             self._labels[param] = label_of(name, param)
@@ -349,7 +395,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """Give parameters that were written by others since (a load, a copy_) a new master, given `LastWrites.look`."""
         if changed := self._written.changed(same):
             for param in changed:
-                refill(self._masters[param], param)
+                if self._states is None or not self._states.forget(param):
+                    refill(self._masters[param], param)
             self._start_anew(changed)
 
     def _sync(self, first: int) -> None:
@@ -373,7 +420,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         trained: list[Trained] = []
         dense: list[tuple[str, Tensor, SharedScales]] = []
         plain: list[tuple[Tensor, Tensor, Tensor]] = []
-        written, claims = (self._taken.params, self._taken.claims) if self._taken is not None else (set(), {})
+        written: set[Tensor] = set()
+        claims: dict[Tensor, Tensor] = {}
+        found_moved: dict[Tensor, Tensor] = {}
+        if (taken := self._taken) is not None:
+            written, claims, found_moved = taken.params, taken.claims, taken.moved
         with without_torch_function():
             count, held = len(self._masters), locals_of([*self._masters, *self._masters.values()])
             for (param, master), shard, own in zip(self._masters.items(), held[:count], held[count:], strict=True):
@@ -384,7 +435,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                         # each question to a dictionary takes a microsecond of a step with thousands of weights
                         facts = param in with_grad, bool(self._fresh) and param in self._fresh
                         claim = claims.get(param) if claims else None
-                        trained.append(Trained(self._labels[param], param, shard, own, *facts, claim))
+                        moves = found_moved.get(param) if found_moved else None
+                        trained.append(Trained(self._labels[param], param, shard, own, *facts, claim, moves))
                     continue
                 if master is not param and param in with_grad and param not in written:
                     plain.append((param, shard, own))
@@ -406,8 +458,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         due = moved
         if self._taken is not None:
             due = [number for number in moved if trained[number].param not in self._taken.params]
-            agreed = zip(trained, outcome.scales, strict=True) if self._taken.claims else ()
-            self._taken.finish({one.param: amax for one, amax in agreed})
+            asked = self._taken.claims or self._states is not None
+            agreed = zip(trained, outcome.scales, outcome.cuts, moves, strict=True) if asked else ()
+            self._taken.finish({one.param: (scale, cut) for one, scale, cut, yes in agreed if yes})
         write_each(
             [trained[number].shard for number in due],
             [trained[number].master for number in due],
@@ -416,9 +469,18 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         )
         # a shard without elements stays fresh: it cannot say that something moved
         if self._fresh:
-            self._fresh -= {trained[number].param for number in moved if trained[number].master.numel()}
+            self._fresh -= {trained[number].param for number in moved if trained[number].shard.payload.numel()}
         return {trained[number].param for number in moved}
 
     def _publish_state(self, params: Iterable[Tensor]) -> None:
         assert self._inner is not None
-        master_states.publish(self.state, self._masters, self._inner.state, params)
+        shown = None if self._states is None else self._states.shown
+        master_states.publish(self.state, self._masters, self._inner.state, params, shown)
+
+    def _join_masters(self) -> None:
+        """Make masters in fp32 of remainders that were loaded, and of what the weights hold now."""
+        if self._remainders:
+            from qtensor.optim.compressed.masters import expand_master
+
+            for param, remainder in self._remainders.items():
+                local_of(self._masters[param]).copy_(expand_master(param, remainder))

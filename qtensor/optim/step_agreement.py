@@ -47,6 +47,7 @@ class Trained(NamedTuple):
         stepped: whether its master took part in the step.
         fresh: whether its master was made from the bytes.
         claim: what `claim_of` its values is, where the step itself found it.
+        moved: bool [], whether a fresh one's master moved, where the step itself found it.
     """
 
     label: str  # must be the same on all ranks
@@ -56,6 +57,7 @@ class Trained(NamedTuple):
     stepped: bool
     fresh: bool
     claim: Tensor | None = None
+    moved: Tensor | None = None
 
 
 class StepOutcome(NamedTuple):
@@ -250,5 +252,5 @@ def _find_moved(trained: Sequence[Trained]) -> Tensor:
     # a step with lr=0 moves no master, and so must not change a byte
     for number, one in enumerate(trained):
         if one.stepped and one.fresh:
-            flags[number] = (decode(one.shard, torch.float32) != one.master).any()
+            flags[number] = (decode(one.shard, torch.float32) != one.master).any() if one.moved is None else one.moved
     return flags

@@ -139,9 +139,9 @@ def _cut_blocks(  # noqa: PLR0913 - all that decides it
     wide: bool,
 ) -> CutBlocks | None:
     row_dim = len(shape) - 2
-    cuts = [_cuts_along(dim, len(shape), mesh, placements) for dim in range(len(shape))]
+    cuts = [cuts_along(dim, len(shape), mesh, placements) for dim in range(len(shape))]
     pieces = [
-        _piece(shape[row_dim], [(mesh[axis], where) for axis, where in zip(cuts[row_dim], each, strict=True)])
+        piece_of(shape[row_dim], [(mesh[axis], where) for axis, where in zip(cuts[row_dim], each, strict=True)])
         for each in itertools.product(*(range(mesh[axis]) for axis in cuts[row_dim]))
     ]
     edges = {start for start, rows in pieces if rows} | {start + rows for start, rows in pieces if rows}
@@ -150,7 +150,7 @@ def _cut_blocks(  # noqa: PLR0913 - all that decides it
     if not numbers:
         return None
     # other cuts decide which matrices and columns this rank claims for
-    own = [_piece(shape[dim], [(mesh[axis], place[axis]) for axis in cuts[dim]]) for dim in range(len(shape))]
+    own = [piece_of(shape[dim], [(mesh[axis], place[axis]) for axis in cuts[dim]]) for dim in range(len(shape))]
     start, rows = own[row_dim]
     held = range(start // block, -(-(start + rows) // block)) if rows else range(0)
     # a tensor-wide scale is agreed on over all ranks, which hold other matrices and columns, too
@@ -168,7 +168,7 @@ def _cut_blocks(  # noqa: PLR0913 - all that decides it
     )
 
 
-def _cuts_along(dim: int, ndim: int, mesh: Sequence[int], placements: Sequence[object]) -> list[int]:
+def cuts_along(dim: int, ndim: int, mesh: Sequence[int], placements: Sequence[object]) -> list[int]:
     """Return the mesh dims that cut a tensor dim, in the order they do: strided ones cut what the others left."""
     own = [
         axis
@@ -187,7 +187,7 @@ def _cuts_along(dim: int, ndim: int, mesh: Sequence[int], placements: Sequence[o
     return [axis for axis in own if axis not in strided] + strided[::-1]
 
 
-def _piece(size: int, cuts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+def piece_of(size: int, cuts: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """Return (start, length) of what cuts of (pieces, own place) leave of `size`, each made as torch.chunk does."""
     start, length = 0, size
     for pieces, where in cuts:

@@ -135,7 +135,7 @@ def _grain(recipe: Recipe) -> Grain:
     return grain
 
 
-# -- kernels: one for each recipe and kind of arguments ------------------------------------------------------------------
+# -- kernels: one for each recipe and kind of arguments ----------------------------------------------------------------
 
 
 @functools.cache

@@ -214,7 +214,9 @@ class Taken:
     ) -> None:
         self._turns, self._plans, self._owners, self._covered = turns, plans, owners, covered
         self.params = {turn.task.param for turn in turns}
+        self.plain = self.params
         self.claims: dict[Tensor, Tensor] = {}
+        self.moved: dict[Tensor, Tensor] = {}  # nothing fresh takes this way
         self._on: list[_OnDevice] = []
 
     @contextmanager
@@ -248,12 +250,14 @@ class Taken:
         self._launch("now")
         self._advance(behind=False)
 
-    def finish(self, agreed: Mapping[Tensor, Tensor | None]) -> None:
+    def finish(self, writes: Mapping[Tensor, tuple[Tensor | None, object]]) -> None:
         """Do the other tasks, and write all parts.
 
         Args:
-            agreed: parameter -> fp32 [1], the amax that all ranks agreed on; None: that of this rank.
+            writes: parameter -> (fp32 [1], the amax that all ranks agreed on; None: that of this rank; cut blocks,
+                which nothing that takes this way has).
         """
+        agreed = {param: amax for param, (amax, _) in writes.items()}
         self._launch("behind")
         self._advance(behind=True)
         if any(agreed.get(param) is not None for param in self.claims):

@@ -1,0 +1,175 @@
+"""The inner optimizer's state of a weight, in fp32 for its step, and as it is kept between steps.
+
+    kept                                        for a step
+    exp_avg        MXFP8 or bf16                exp_avg     fp32, of the shard, as [rows, K]
+    exp_avg_sq     bf16                         exp_avg_sq
+    exp_avg_sq_root    MXFP8 of the root        exp_avg_sq
+    step, ..       as it is                     the same tensor
+
+A root has a name of its own, so that no reader takes it for the square.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_hooks.torch_private import dtensor_around, local_of
+from qtensor.optim.compressed.masters import as_rows
+from qtensor.optim.compressed.places import Places
+from qtensor.optim.compressed.storage import SQUARED
+from qtensor.optim.master_states import MASTER, REMAINDER, for_inner
+from qtensor.spec.registry import specs_of
+from qtensor.states import lattice
+from qtensor.states.draws import Positions
+from qtensor.states.moments import RECIPE, decode_moment, encode_moment
+from qtensor.states.remainders import draws_of
+from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from qtensor.optim.compressed.step import CompressedStates
+
+ROOT = "_root"
+BF16_BITS = 7
+
+
+def is_moment(name: str, value: object, param: Tensor) -> bool:
+    """Return whether an entry of a state is a moment of a parameter."""
+    return _plain(name) in SQUARED and isinstance(value, Tensor) and value.shape == param.shape
+
+
+def expand(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """Return a state for a step; moments are new, fp32 and in the shape of the shard, others the kept tensors."""
+    found = {}
+    for name, value in state.items():
+        own = local_of(value) if isinstance(value, Tensor) else value
+        if not is_moment(name, value, param):
+            found[name] = own
+        elif isinstance(own, QuantizedTensor):
+            root = name.endswith(ROOT)
+            rows = {spec.name: as_rows(getattr(own, spec.name)) for spec in specs_of(own.recipe)}
+            # of another recipe: of somebody's own making
+            values = decode_moment(rows, root=root) if own.recipe == RECIPE else own.dequantize(torch.float32)
+            found[_plain(name)] = values.view(own.shape)
+        else:
+            found[name] = own.to(torch.float32) if own.dtype != torch.float32 else own
+    return found
+
+
+def compress(
+    state: Mapping[str, Any], param: Tensor, how: str, at: Positions, kept: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a state as it is kept.
+
+    Args:
+        state: what `expand` returned, stepped.
+        param: whose state it is.
+        how: what moments are kept in.
+        at: where the rows of the shard are.
+        kept: the state as it was kept, whose tensors are written; None: all are new.
+    """
+    kept = kept or {}
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or value.shape != local_of(param).shape or not value.ndim:
+            found[name] = value
+        elif how == "fp32" or name not in SQUARED:
+            found[name] = _written(kept.get(name), value, param)
+        elif how == "bfloat16":
+            rows = as_rows(value)
+            bits = draws_of(rows, *at.of(slice(None)), drawn=at.drawn, salt=_salt(name))
+            rounded = lattice.by_mantissa(rows, BF16_BITS, bits).to(torch.bfloat16)
+            found[name] = _written(kept.get(name), rounded.view(value.shape), param)
+        else:
+            own = name + ROOT if SQUARED[name] else name
+            salted = Positions(at.keys ^ _salt(name), at.first) if at.drawn else at
+            found[own] = _written(kept.get(own), _encoded(value, salted, root=SQUARED[name]), param)
+    return found
+
+
+def load_entries(
+    inner: torch.optim.Optimizer,
+    groups: Sequence[dict[str, Any]],
+    masters: Mapping[Tensor, Tensor],
+    saved: Mapping[Tensor, Mapping[str, Any]],
+    states: "CompressedStates | None",
+) -> None:
+    """Load saved states, in whatever their moments were kept, into the inner optimizer.
+
+    Args:
+        inner: the optimizer of the masters.
+        groups: of the parameters.
+        masters: parameter -> its master, or what stands for it.
+        saved: parameter -> its state.
+        states: what says how they are kept here; None: in fp32.
+    """
+    moments: dict[Tensor, dict[str, Any]] = {}
+    others: dict[Tensor, dict[str, Any]] = {}
+    for param, values in saved.items():
+        how = "fp32" if states is None else states.storage.moment_of(param)
+        own = {name: value for name, value in values.items() if name not in (MASTER, REMAINDER)}
+        moments[param] = _converted({name: one for name, one in own.items() if is_moment(name, one, param)}, param, how)
+        others[param] = {name: one for name, one in own.items() if not is_moment(name, one, param)}
+    inner.load_state_dict(for_inner(groups, others))
+    for param, entries in moments.items():
+        if entries or others[param]:
+            inner.state[masters[param]] = {**inner.state.get(masters[param], {}), **entries}
+
+
+def _converted(entries: Mapping[str, Tensor], param: Tensor, how: str) -> dict[str, Any]:
+    """Return moments as they are kept here: copies of what is kept so already, others rounded to the nearest."""
+    found: dict[str, Any] = {}
+    for name, value in entries.items():
+        if _is_kept_so(name, value, how):
+            found[name] = value.clone()
+        else:
+            found |= compress(expand({name: value}, param), param, how, Places().nearest(param))
+    return found
+
+
+def _is_kept_so(name: str, value: Tensor, how: str) -> bool:
+    own = local_of(value)
+    if how == "float8":
+        return (
+            isinstance(own, QuantizedTensor) and own.recipe == RECIPE and name.endswith(ROOT) == SQUARED[_plain(name)]
+        )
+    return not isinstance(own, QuantizedTensor) and own.dtype == (
+        torch.bfloat16 if how == "bfloat16" else torch.float32
+    )
+
+
+def _plain(name: str) -> str:
+    return name.removesuffix(ROOT)
+
+
+def _encoded(value: Tensor, at: Positions, *, root: bool) -> QuantizedTensor:
+    if value.numel():
+        rows = encode_moment(as_rows(value), at, root=root)
+    else:
+        rows = {spec.name: torch.empty(spec.shape(value.shape), dtype=spec.dtype) for spec in specs_of(RECIPE)}
+    parts = {spec.name: rows[spec.name].view(spec.shape(value.shape)).to(value.device) for spec in specs_of(RECIPE)}
+    return QuantizedTensor.from_parts(parts, RECIPE, torch.float32)
+
+
+def _written(kept: Any, value: Tensor, param: Tensor) -> Tensor:
+    """Return the kept tensor with this value of the shard in it, or a new one that is sharded as the parameter."""
+    own = local_of(kept) if isinstance(kept, Tensor) else None
+    if own is value:
+        return kept  # type: ignore[no-any-return]
+    if own is not None and own.dtype == value.dtype and type(own) is type(value) and own.shape == value.shape:
+        if isinstance(own, QuantizedTensor) and isinstance(value, QuantizedTensor):
+            for name, part in value.parts().items():
+                own.parts()[name].copy_(part)
+        else:
+            own.copy_(value)
+        return kept  # type: ignore[no-any-return]
+    if isinstance(param, DTensor):
+        return dtensor_around(value, param.device_mesh, param.placements, param.shape)
+    return value
+
+
+def _salt(name: str) -> int:
+    """Return what tells the draws of moments from each other and from a master's."""
+    return 0x5851F42D + 0x14057B7E * list(SQUARED).index(name) & 0x7FFFFFFF

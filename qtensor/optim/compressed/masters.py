@@ -1,0 +1,95 @@
+"""Masters between steps: a remainder beside the weight's bytes (qtensor/states/remainders.py)."""
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.torch_private import local_of
+from qtensor.numerics import kernels
+from qtensor.scales.agreement import decide
+from qtensor.scales.cut_blocks import CutBlocks
+from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.spec.blocks import BlockFacts
+from qtensor.spec.registry import specs_of
+from qtensor.states.draws import Positions
+from qtensor.states.remainders import join, join_dense, rounded, split, split_dense
+from qtensor.tensor.contents import initial_value, store
+from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+
+def new_remainder(param: Tensor) -> Tensor:
+    """Return the remainder of a master that is what its weight's bytes say: int16 zeros, a DTensor if that is one."""
+    return torch.zeros_like(param, dtype=torch.int16).detach()
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return a shard as [rows, K]."""
+    return x.reshape(-1, x.shape[-1] if x.ndim else 1) if x.numel() else x
+
+
+def dense_of(shard: Tensor) -> Tensor:
+    """Return the bf16 numbers of a shard that is not quantized."""
+    return shard.dense if isinstance(shard, HighPrecisionWeight) else shard.detach()
+
+
+def expand_master(param: Tensor, remainder: Tensor) -> Tensor:
+    """Return the master of a shard, fp32 in its shape, new."""
+    shard, own = local_of(param), local_of(remainder)
+    rows = as_rows(own)
+    if not own.numel():
+        return torch.empty(own.shape, dtype=torch.float32, device=own.device)
+    if not isinstance(shard, QuantizedTensor):
+        return join_dense(dense_of(shard).reshape(rows.shape), rows).view(own.shape)
+    value = initial_value(shard)
+    # as masters.refill: the first step takes over from it
+    if value is not None:
+        return value.to(torch.float32, copy=True).add_(0.0)
+    return join(shard.parts(), rows, shard.recipe).view(own.shape)
+
+
+def round_master(master: Tensor, shard: QuantizedTensor, at: Positions) -> Tensor:
+    """Return a master, rounded so that its amaxes can be claimed."""
+    if not master.numel():
+        return master
+    return rounded(as_rows(master), shard.recipe, at).view(master.shape)
+
+
+def write_master(
+    master: Tensor,
+    shard: QuantizedTensor,
+    remainder: Tensor,
+    agreed: tuple[Tensor | None, CutBlocks | None],
+    at: Positions,
+) -> None:
+    """Write a shard and its remainder from a master that `round_master` returned.
+
+    Args:
+        master: fp32, in the shape of the shard.
+        shard: what is quantized.
+        remainder: int16, in the same shape.
+        agreed: what was agreed on for its scales, and the blocks that shards cut; see `batches.write_each`.
+        at: where the rows of the shard are.
+    """
+    recipe = shard.recipe
+    amax, blocks = decide(master, recipe, agreed[1], agreed[0])
+    if amax is not None:
+        amax = amax.view(kernels.amax_shape(master.shape, recipe))
+    elif kernels.shares_amax(recipe):
+        amax = kernels.shared_amax(master, recipe)
+    if not master.numel():
+        store(shard, kernels.encode(master, recipe, amax, blocks))
+        return
+    rows = as_rows(master)
+    facts = None if blocks is None else BlockFacts(*(fact.reshape(rows.shape[0], -1) for fact in blocks))
+    amax = amax.reshape(-1, 1) if amax is not None and amax.ndim else amax
+    parts, left = split(rows, recipe, amax, facts, at)
+    store(shard, {spec.name: parts[spec.name].view(spec.shape(master.shape)) for spec in specs_of(recipe)})
+    remainder.copy_(left.view(remainder.shape))
+
+
+def write_dense(master: Tensor, shard: Tensor, remainder: Tensor, at: Positions) -> None:
+    """Write a bf16 shard and its remainder from a master, fp32 in its shape."""
+    if not master.numel():
+        return
+    weight, left = split_dense(as_rows(master), at)
+    dense_of(shard).copy_(weight.view(master.shape))
+    remainder.copy_(left.view(remainder.shape))

@@ -1,0 +1,340 @@
+"""A step on compressed states: some weights at a time are expanded, stepped by the inner optimizer, and compressed.
+
+    take     which parameters step, and which of them is written here: those whose masters are remainders
+    begin    before ranks agree: steps masters in fp32 and bf16 weights. Quantized ones whose scales others share, or
+             which no step has written yet, step to find what they claim, and whether they moved
+    finish   once they have agreed: steps all others and writes them
+
+What a chunk was expanded to is kept from `begin` to `finish` if one chunk holds all of it; otherwise these weights step
+twice, the first time without leaving a trace. A step is a function of what is kept, so both times end alike.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_hooks.scale_sync import cuts_of
+from fsdp_hooks.torch_private import local_of
+from qtensor.optim.batches import claims_of
+from qtensor.optim.compressed.entries import compress, expand
+from qtensor.optim.compressed.masters import (
+    expand_master,
+    new_remainder,
+    round_master,
+    write_dense,
+    write_master,
+)
+from qtensor.optim.compressed.places import Places
+from qtensor.optim.compressed.storage import Storage, is_quantized
+from qtensor.optim.inner_step import CHUNK, CHUNK_ELSEWHERE
+from qtensor.optim.master_states import MASTER, REMAINDER
+from qtensor.scales.agreement import common_along
+from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
+from qtensor.states.draws import Positions
+
+SEED, COUNT = "states_seed", "states_step"  # options of a group, by which draws are counted
+
+
+class Weights(NamedTuple):
+    """The weights of a step; see the arguments of `FusedStep.take`."""
+
+    stepped: Sequence[Tensor]
+    masters: Mapping[Tensor, Tensor]
+    groups: Mapping[Tensor, int]
+    fresh: set[Tensor]
+
+
+@dataclass
+class _Guest:
+    """A weight in a chunk.
+
+    Attributes:
+        param: whose master and state it is.
+        master: fp32, the shard's.
+        state: of the inner optimizer, expanded.
+        before: the master as it was, if somebody asks whether it moved.
+    """
+
+    param: Tensor
+    master: Tensor
+    state: dict[str, Any]
+    before: Tensor | None = None
+
+
+@dataclass
+class CompressedStates:
+    """The compressed states of one optimizer.
+
+    Attributes:
+        storage: what they are kept in.
+        remainders: parameter -> its master's remainder, int16, sharded as it is.
+        loaded: parameter -> fp32 master that was loaded and that no step has compressed yet.
+        streams: parameter -> what names its draws, the same on every mesh.
+    """
+
+    storage: Storage
+    remainders: dict[Tensor, Tensor] = field(default_factory=dict)
+    loaded: dict[Tensor, Tensor] = field(default_factory=dict)
+    streams: dict[Tensor, str] = field(default_factory=dict)
+    places: Places = field(default_factory=Places)
+
+    def begin_group(self, group: dict[str, Any], number: int) -> None:
+        """Give a group of the optimizer the options that its draws are counted by."""
+        group.setdefault(SEED, 0)
+        group.setdefault(COUNT, 0)
+        names = group.get("param_names") or [f"{number}.{index}" for index in range(len(group["params"]))]
+        self.streams |= dict(zip(group["params"], names, strict=True))
+
+    def hold(self, param: Tensor) -> Tensor | None:
+        """Hold a parameter's master as a remainder, if it is to be one.
+
+        Returns:
+            what stands for it in the inner optimizer's groups; None: it is kept in fp32.
+        """
+        if not self.storage.has_remainder(param):
+            return None
+        self.remainders[param] = new_remainder(param)
+        return torch.empty(0, dtype=torch.float32, device=local_of(param).device)
+
+    def forget(self, param: Tensor) -> bool:
+        """Take what a weight's bytes say for its master, since others wrote them; False: it is not held here."""
+        if param not in self.remainders:
+            return False
+        self.load(param, None, None)
+        return True
+
+    def load(self, param: Tensor, master: Tensor | None, remainder: Tensor | None) -> None:
+        """Take a master that was saved in fp32, or as a remainder; None: what the weight's bytes say.
+
+        One in fp32 is kept as it is until the next step: the weight that it belongs to may be loaded later.
+        """
+        self.loaded.pop(param, None)
+        self.remainders[param].zero_()
+        if master is not None:
+            self.loaded[param] = torch.zeros_like(param, dtype=torch.float32).detach().copy_(master)
+        elif remainder is not None:
+            self.remainders[param].copy_(remainder)
+
+    def shown(self, param: Tensor, master: Tensor) -> dict[str, Tensor]:
+        """Return the entries of a state dict that hold a master."""
+        if param not in self.remainders:
+            return {} if master is param else {MASTER: master}
+        loaded = self.loaded.get(param)
+        return {REMAINDER: self.remainders[param]} if loaded is None else {MASTER: loaded}
+
+    def take(
+        self,
+        inner: torch.optim.Optimizer,
+        stepped: Sequence[Tensor],
+        masters: Mapping[Tensor, Tensor],
+        groups: Mapping[Tensor, int],
+        fresh: set[Tensor],
+    ) -> "CompressedStep":
+        """Return the step of these parameters; see the arguments of `FusedStep.take`."""
+        for group in inner.param_groups:
+            # a checkpoint of other states has none
+            group[COUNT] = group.get(COUNT, 0) + 1
+            group.setdefault(SEED, 0)
+        return CompressedStep(self, inner, Weights(stepped, masters, groups, fresh))
+
+
+class CompressedStep:
+    """One step.
+
+    Attributes:
+        params: those that it writes; `plain`: those of them that are not quantized.
+        claims: parameter -> what `claim_of` its new master is, where scales are shared; after `begin`.
+        moved: parameter -> bool [], whether its master moved, of those that no step has written; after `begin`.
+    """
+
+    def __init__(self, states: CompressedStates, inner: torch.optim.Optimizer, weights: "Weights") -> None:
+        self._states, self._inner = states, inner
+        self._masters, self._groups = weights.masters, weights.groups
+        stepped, fresh = weights.stepped, weights.fresh
+        self._stepped, self._fresh = {id(param) for param in stepped}, fresh
+        self.claims: dict[Tensor, Tensor] = {}
+        self.moved: dict[Tensor, Tensor] = {}
+        held = states.remainders
+        quantized = [param for param in held if is_quantized(param) and (param.requires_grad or self._steps(param))]
+        sharing = _share_scales(quantized)
+        self._early = [param for param in quantized if param in sharing or (param in fresh and self._steps(param))]
+        early = {id(param) for param in self._early}
+        self._late = [param for param in quantized if id(param) not in early and self._steps(param)]
+        own = {id(param) for param in quantized}
+        self._first = [param for param in stepped if id(param) not in own]
+        self._sharing = sharing
+        self._kept: list[_Guest] = []
+        self.plain = {param for param in self._first if param in held}
+        self.params = {*quantized, *self.plain}
+
+    def begin(self) -> None:
+        """Step what need not wait for other ranks, and find what is claimed."""
+        for chunk in _chunks(self._first):
+            for guest in self._advance(chunk):
+                self._keep_state(guest)
+                self._keep_dense(guest)
+        chunks = list(_chunks(self._early))
+        for chunk in chunks:
+            if len(chunks) == 1:
+                self._kept = self._advance(chunk, compare=True)
+                self._claim(self._kept)
+                continue
+            with self._untouched(chunk):
+                self._claim(self._advance(chunk, compare=True))
+
+    def finish(self, writes: Mapping[Tensor, tuple[Tensor | None, CutBlocks | None]]) -> None:
+        """Step the others, and write.
+
+        Args:
+            writes: parameter -> what was agreed on for its scales, and the blocks that shards cut; of those that moved
+                on some rank.
+        """
+        kept, self._kept = self._kept, []
+        chunks = _chunks([*([] if kept else self._early), *self._late])
+        for guests in itertools.chain([kept], map(self._advance, chunks)):
+            for guest in guests:
+                self._keep_state(guest)
+                if guest.param in writes:
+                    at = self._at(guest.param)
+                    shard: Any = local_of(guest.param)
+                    master = round_master(guest.master, shard, at)
+                    remainder = local_of(self._states.remainders[guest.param])
+                    write_master(master, shard, remainder, writes[guest.param], at)
+                    self._states.loaded.pop(guest.param, None)
+
+    def _steps(self, param: Tensor) -> bool:
+        return id(param) in self._stepped
+
+    def _at(self, param: Tensor) -> Positions:
+        states, group = self._states, self._inner.param_groups[self._groups[param]]
+        if states.storage.rounding == "nearest":
+            return states.places.nearest(param)
+        return states.places.of(param, group[SEED], (states.streams[param], group[COUNT]))
+
+    def _advance(self, params: Sequence[Tensor], *, compare: bool = False) -> list[_Guest]:
+        """Return these weights, expanded; those that have gradients stepped."""
+        guests = []
+        for param in params:
+            master = self._expand(param)
+            asks = compare and param in self._fresh and self._steps(param)
+            before = master.clone() if asks else None
+            # its state is that of what stands for it in the inner optimizer's groups
+            state = self._inner.state.get(self._masters[param]) or {}
+            guests.append(_Guest(param, master, expand(state, param) if self._steps(param) else {}, before))
+        with _as_groups(self._inner, [guest for guest in guests if self._steps(guest.param)], self._groups):
+            self._inner.step()
+        return guests
+
+    def _expand(self, param: Tensor) -> Tensor:
+        """Return the master of a shard as a plain tensor: in fp32 the one that is kept, else a new one."""
+        held = self._states.remainders.get(param)
+        if held is None:
+            return local_of(self._masters[param]).detach()
+        loaded = self._states.loaded.get(param)
+        return expand_master(param, held) if loaded is None else local_of(loaded).clone()
+
+    def _claim(self, guests: Iterable[_Guest]) -> None:
+        for guest in guests:
+            shard: Any = local_of(guest.param)
+            if guest.before is not None:
+                self.moved[guest.param] = (guest.before != guest.master).any()
+                guest.before = None
+            if guest.param in self._sharing:
+                master = round_master(guest.master, shard, self._at(guest.param))
+                (self.claims[guest.param],) = claims_of([shard], [master], [self._sharing[guest.param]])
+
+    def _keep_state(self, guest: _Guest) -> None:
+        if not self._steps(guest.param):
+            return
+        how, key = self._states.storage.moment_of(guest.param), self._masters[guest.param]
+        kept = self._inner.state.get(key)
+        self._inner.state[key] = compress(guest.state, guest.param, how, self._at(guest.param), kept)
+
+    def _keep_dense(self, guest: _Guest) -> None:
+        """Write a bf16 weight; masters in fp32 are where they were, and the general way writes what is behind them."""
+        held = self._states.remainders.get(guest.param)
+        if held is not None:
+            write_dense(guest.master, local_of(guest.param), local_of(held), self._at(guest.param))
+            self._states.loaded.pop(guest.param, None)
+
+    @contextmanager
+    def _untouched(self, params: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, a step leaves no trace in what is kept: entries that are not expanded are put back."""
+        keys = [self._masters[param] for param in params]
+        own = [
+            (value, value.clone())
+            for key in keys
+            for value in (self._inner.state.get(key) or {}).values()
+            if isinstance(value, Tensor) and local_of(value).dtype == torch.float32 and not is_quantized(value)
+        ]
+        yield
+        for value, before in own:
+            value.copy_(before)
+
+
+@contextmanager
+def _as_groups(inner: torch.optim.Optimizer, guests: Sequence[_Guest], groups: Mapping[Tensor, int]) -> Iterator[None]:
+    """Inside, the groups of an optimizer hold the masters of these alone, with their gradients and states."""
+    everything = [group["params"] for group in inner.param_groups]
+    steps = [guest.master.detach() for guest in guests]
+    try:
+        for group in inner.param_groups:
+            group["params"] = []
+        for guest, master in zip(guests, steps, strict=True):
+            master.grad = _gradient(guest.param)
+            inner.param_groups[groups[guest.param]]["params"].append(master)
+            if guest.state:
+                inner.state[master] = guest.state
+        yield
+        for guest, master in zip(guests, steps, strict=True):
+            guest.state = inner.state.get(master) or {}
+    finally:
+        for group, own in zip(inner.param_groups, everything, strict=True):
+            group["params"] = own
+        for master in steps:
+            inner.state.pop(master, None)
+
+
+def _gradient(param: Tensor) -> Tensor:
+    """Return a parameter's gradient as its shard's, in fp32."""
+    grad = param.grad
+    assert grad is not None
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        if (grad.device_mesh, grad.placements) != (param.device_mesh, param.placements):
+            grad = grad.redistribute(param.device_mesh, param.placements)
+        grad = local_of(grad)
+    return grad.to(torch.float32)
+
+
+def _share_scales(params: Sequence[Tensor]) -> dict[Tensor, CutBlocks | None]:
+    """Return the quantized parameters that have scales in common with other shards or parameters, and their cuts."""
+    found = {}
+    for param, cuts in zip(params, cuts_of(list(params)), strict=True):
+        shard: Any = local_of(param)
+        blocks = cut_blocks_of(param, shard.recipe) if cuts else None
+        shares = any(common_along(shard.recipe, blocks, dim, shard.ndim) for dim, _ in cuts)
+        if shares or shard._partners is not None:
+            found[param] = blocks
+    return found
+
+
+def _chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the parameters in runs of some elements, or of a single one that has more."""
+    chunk: list[Tensor] = []
+    elements = 0
+    for param in params:
+        local = local_of(param)
+        most = CHUNK.get(local.device.type, CHUNK_ELSEWHERE)
+        if chunk and elements + local.numel() > most:
+            yield chunk
+            chunk, elements = [], 0
+        chunk.append(param)
+        elements += local.numel()
+    if chunk:
+        yield chunk
