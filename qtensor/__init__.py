@@ -11,6 +11,7 @@ lowest first; each imports only what is listed before it, and fsdp_hooks:
     products/  products with quantized weights, forward and backward
     formats/   the formats, one file each: add one here
     scales/    scales that reach beyond a shard or a tensor
+    states/    states of training in two bytes or one: what they can hold, and how they are rounded
     optim/     MasterWeightOptimizer
     model/     quantized weights in models that know nothing of them
     merging/   updates (trained adapters, say) merged into quantized weights

@@ -43,7 +43,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
             "products",
             "formats",
         ),
-        *("scales", "optim.fused", "optim", "model", "merging", "."),
+        *("scales", "states", "optim.fused", "optim.compressed", "optim", "model", "merging", "."),
     ),
     "dcp_adapters": (
         *("torch_private", "plain", "records", "delta.coding", "stored.reading", "stored.checkpoint"),

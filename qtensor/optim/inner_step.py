@@ -22,27 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import dtensor_like, local_of, locals_of, without_torch_function
 from qtensor.optim.masters import copy_many
-
-CHUNK = {"cpu": 2**22}  # elements; the optimizer's temporaries for that many still fit into the cache
-CHUNK_ELSEWHERE = 2**27  # enough to keep a GPU busy through a launch
-
-# torch's optimizers that treat each parameter on its own; any other may look at all gradients together
-APART = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adafactor,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.Adamax,
-        torch.optim.AdamW,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
+from qtensor.states.kinds import APART, CHUNK, CHUNK_ELSEWHERE
 
 
 class Room:

@@ -21,13 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import local_of
 from qtensor.optim.masters import refill
+from qtensor.states.kinds import MASTER, REMAINDER, ROOT
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from qtensor.optim.compressed.step import CompressedStates
-
-MASTER = "master_weight"
-REMAINDER = "master_remainder"  # in its place, of a master that is kept compressed (compressed/masters.py)
 
 
 def saved_states(params: Sequence[Tensor], state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
@@ -96,7 +94,7 @@ def load_masters(
 def has_compressed(saved: Mapping[Tensor, Mapping[str, Any]]) -> bool:
     """Return whether some saved state has entries of compressed states (see compressed/entries.py)."""
     return any(
-        name.endswith("_root") or (isinstance(value, Tensor) and is_compressed(value))
+        name.endswith(ROOT) or (isinstance(value, Tensor) and is_compressed(value))
         for values in saved.values()
         for name, value in values.items()
     )

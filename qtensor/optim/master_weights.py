@@ -332,9 +332,15 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         # torch restores an optimizer before its model, so the loaded masters hold until the next step writes them
         self._written.forget(saved)
         if self._states is not None or master_states.has_compressed(saved):
-            from qtensor.optim.compressed.entries import load_entries
+            from qtensor.optim.compressed.entries import converted_states
+            from qtensor.optim.compressed.storage import Storage
 
-            load_entries(self._inner, self.param_groups, self._masters, saved, self._states)
+            storage = Storage() if self._states is None else self._states.storage
+            moments, others = converted_states(saved, storage)
+            self._inner.load_state_dict(master_states.for_inner(self.param_groups, others))
+            for param, entries in moments.items():
+                if entries:
+                    self._inner.state[self._masters[param]].update(entries)
         else:
             self._inner.load_state_dict(master_states.for_inner(self.param_groups, saved))
         self._publish_state(saved)

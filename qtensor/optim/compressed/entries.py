@@ -9,8 +9,8 @@
 A root has a name of its own, so that no reader takes it for the square.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +19,15 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.torch_private import dtensor_around, local_of
 from qtensor.optim.compressed.masters import as_rows
 from qtensor.optim.compressed.places import Places
-from qtensor.optim.compressed.storage import SQUARED
-from qtensor.optim.master_states import MASTER, REMAINDER, for_inner
+from qtensor.optim.compressed.storage import Storage
 from qtensor.spec.registry import specs_of
 from qtensor.states import lattice
 from qtensor.states.draws import Positions
+from qtensor.states.kinds import MASTER, REMAINDER, ROOT, SQUARED
 from qtensor.states.moments import RECIPE, decode_moment, encode_moment
 from qtensor.states.remainders import draws_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
-if TYPE_CHECKING:
-    from qtensor.optim.compressed.step import CompressedStates
-
-ROOT = "_root"
 BF16_BITS = 7
 
 
@@ -89,33 +85,23 @@ def compress(
     return found
 
 
-def load_entries(
-    inner: torch.optim.Optimizer,
-    groups: Sequence[dict[str, Any]],
-    masters: Mapping[Tensor, Tensor],
-    saved: Mapping[Tensor, Mapping[str, Any]],
-    states: "CompressedStates | None",
-) -> None:
-    """Load saved states, in whatever their moments were kept, into the inner optimizer.
+def converted_states(
+    saved: Mapping[Tensor, Mapping[str, Any]], storage: Storage
+) -> tuple[dict[Tensor, dict[str, Any]], dict[Tensor, dict[str, Any]]]:
+    """Return the moments of saved states, kept as a storage says, and their other entries; masters are left out.
 
     Args:
-        inner: the optimizer of the masters.
-        groups: of the parameters.
-        masters: parameter -> its master, or what stands for it.
-        saved: parameter -> its state.
-        states: what says how they are kept here; None: in fp32.
+        saved: parameter -> its state, with moments in whatever they were kept.
+        storage: what they are to be kept in.
     """
     moments: dict[Tensor, dict[str, Any]] = {}
     others: dict[Tensor, dict[str, Any]] = {}
     for param, values in saved.items():
-        how = "fp32" if states is None else states.storage.moment_of(param)
         own = {name: value for name, value in values.items() if name not in (MASTER, REMAINDER)}
-        moments[param] = _converted({name: one for name, one in own.items() if is_moment(name, one, param)}, param, how)
-        others[param] = {name: one for name, one in own.items() if not is_moment(name, one, param)}
-    inner.load_state_dict(for_inner(groups, others))
-    for param, entries in moments.items():
-        if entries or others[param]:
-            inner.state[masters[param]] = {**inner.state.get(masters[param], {}), **entries}
+        found = {name: value for name, value in own.items() if is_moment(name, value, param)}
+        moments[param] = _converted(found, param, storage.moment_of(param))
+        others[param] = {name: value for name, value in own.items() if name not in found}
+    return moments, others
 
 
 def _converted(entries: Mapping[str, Tensor], param: Tensor, how: str) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.scale_sync import cuts_of
 from fsdp_hooks.torch_private import local_of
-from qtensor.optim.batches import claims_of
 from qtensor.optim.compressed.entries import compress, expand
 from qtensor.optim.compressed.masters import (
     expand_master,
@@ -32,11 +31,10 @@ from qtensor.optim.compressed.masters import (
 )
 from qtensor.optim.compressed.places import Places
 from qtensor.optim.compressed.storage import Storage, is_quantized
-from qtensor.optim.inner_step import CHUNK, CHUNK_ELSEWHERE
-from qtensor.optim.master_states import MASTER, REMAINDER
-from qtensor.scales.agreement import common_along
+from qtensor.scales.agreement import claim_of, common_along
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.states.draws import Positions
+from qtensor.states.kinds import CHUNK, CHUNK_ELSEWHERE, MASTER, REMAINDER
 
 SEED, COUNT = "states_seed", "states_step"  # options of a group, by which draws are counted
 
@@ -247,7 +245,7 @@ class CompressedStep:
                 guest.before = None
             if guest.param in self._sharing:
                 master = round_master(guest.master, shard, self._at(guest.param))
-                (self.claims[guest.param],) = claims_of([shard], [master], [self._sharing[guest.param]])
+                self.claims[guest.param] = claim_of(master, shard.recipe, self._sharing[guest.param])
 
     def _keep_state(self, guest: _Guest) -> None:
         if not self._steps(guest.param):

@@ -9,19 +9,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import local_of
 from qtensor.formats.mxfp8 import BLOCK
-from qtensor.optim.inner_step import APART
 from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.states.kinds import ELEMENTWISE
 from qtensor.states.remainders import refuse_recipe
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 MASTERS = ("fp32", "remainder")
 MOMENTS = ("fp32", "bfloat16", "float8")
 ROUNDING = ("stochastic", "nearest")
-
-# torch's optimizers that step each element by itself, so that a shard steps as a plain tensor
-ELEMENTWISE = APART - {torch.optim.Adafactor}
-# entries of their states that are moments -> whether they are means of squares; others stay as they are
-SQUARED = {"exp_avg": False, "momentum_buffer": False, "exp_avg_sq": True, "square_avg": True}
 
 
 @dataclass(frozen=True)

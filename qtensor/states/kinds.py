@@ -1,0 +1,33 @@
+"""Which optimizers step how, and what their states are called: tables, for whoever steps, shows or saves them."""
+
+import torch
+
+MASTER = "master_weight"
+REMAINDER = "master_remainder"  # in its place, of a master that is kept compressed
+# moments -> whether they are means of squares; other entries of a state are kept as they are
+SQUARED = {"exp_avg": False, "momentum_buffer": False, "exp_avg_sq": True, "square_avg": True}
+ROOT = "_root"  # behind the name of a mean of squares that is kept as its root: no reader is to take it for the square
+
+CHUNK = {"cpu": 2**22}  # elements; the optimizer's temporaries for that many still fit into the cache
+CHUNK_ELSEWHERE = 2**27  # enough to keep a GPU busy through a launch
+
+# torch's optimizers that treat each parameter on its own; any other may look at all gradients together
+APART = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adafactor,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+# those of them that treat each element on its own: a shard of a weight steps as a plain tensor
+ELEMENTWISE = APART - {torch.optim.Adafactor}
