@@ -137,7 +137,7 @@ class Float8(Format):
 
     def grain(self, recipe: Float8CurrentScaling) -> Grain | None:
         """That of its elements."""
-        return fp8.GRAIN[recipe.element]
+        return Grain(*fp8.GRAIN[recipe.element])
 
     def unit(self, scales: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> Tensor:
         """The scale, or what the amax makes it."""

@@ -101,7 +101,7 @@ class _Float8Blocks(Format):
         return asked_of(parts[name], largest, recipe.element, power_of_two=recipe.power_of_two)
 
     def grain(self, recipe: Float8BlockScaling) -> Grain:
-        return fp8.GRAIN[recipe.element]
+        return Grain(*fp8.GRAIN[recipe.element])
 
     def unit(self, scales: Mapping[str, Tensor], recipe: Float8BlockScaling) -> Tensor:
         return scales["scale"] if "scale" in scales else self.grid(recipe, scales)[1]

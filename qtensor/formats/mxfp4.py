@@ -91,7 +91,7 @@ class _MXFP4(Format):
         return e2m1.snapped(scaled)
 
     def grain(self, recipe: MXFP4BlockScaling) -> Grain:
-        return e2m1.GRAIN
+        return Grain(*e2m1.GRAIN)
 
     def by_hand(self, recipe: MXFP4BlockScaling) -> ByHand:
         return ByHand("mxfp4", {"scale_rounding": recipe.scale_rounding})

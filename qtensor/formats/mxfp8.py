@@ -117,7 +117,8 @@ class _MXFP8(Format):
     def grain(self, recipe: MXFP8BlockScaling) -> Grain:
         # elements that saturate stand for values up to twice their power of two
         saturates = recipe.element == "e4m3" and recipe.scale_rounding == "floor"
-        return Grain(fp8.GRAIN[recipe.element].bits - saturates, fp8.GRAIN[recipe.element].least)
+        bits, least = fp8.GRAIN[recipe.element]
+        return Grain(bits - saturates, least)
 
     def by_hand(self, recipe: MXFP8BlockScaling) -> ByHand:
         dtype, _ = ELEMENTS[recipe.element]

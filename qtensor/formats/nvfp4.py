@@ -158,7 +158,7 @@ class _NVFP4(Format):
         return {**parts, "global_scale": one}, parts["global_scale"]
 
     def grain(self, recipe: NVFP4BlockScaling) -> Grain:
-        return e2m1.GRAIN
+        return Grain(*e2m1.GRAIN)
 
     def unit(self, scales: Mapping[str, Tensor], recipe: NVFP4BlockScaling) -> Tensor:
         """The product of both scales; where that of the block is 0 or the least, its largest element says little.

@@ -5,11 +5,10 @@ from torch import Tensor
 
 from qtensor.spec.codecs.nibbles import packed, unpacked
 from qtensor.spec.codecs.rounding import nearest, onto_grid
-from qtensor.spec.format import Grain
 
 LARGEST = 6.0
 MANTISSA = 1  # bits
-GRAIN = Grain(16, 0)  # 15 bits behind those of the element
+GRAIN = (16, 0)  # of qtensor.spec.format.Grain: 15 bits behind those of the element
 EPS, SMALLEST_NORMAL = 0.5, 1.0  # one mantissa bit, and 0.5 as the only subnormal
 
 

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from qtensor.spec.codecs.rounding import nearest, onto_grid
-from qtensor.spec.format import Grain
 
 # element name -> (dtype, largest finite value)
 ELEMENTS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 MANTISSA = {"e4m3": 3, "e5m2": 2}  # bits
-GRAIN = {"e4m3": Grain(18, -6), "e5m2": Grain(17, -14)}  # 15 bits behind those of the element
+GRAIN = {"e4m3": (18, -6), "e5m2": (17, -14)}  # of qtensor.spec.format.Grain: 15 bits behind those of the element
 STEP = {"e4m3": 9, "e5m2": 16}  # the least element is 2^-STEP
 
 
