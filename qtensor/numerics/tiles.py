@@ -66,12 +66,15 @@ def join_tiles(x: Tensor, block: int) -> Tensor:
 
 
 def pieces_of(flat: Tensor, group: int, kernel: Kernel) -> Iterator[slice]:
-    """Yield slices of rows for one call each: all rows if the kernel is compiled, chunks if it is eager.
+    """Yield slices of rows for one call each: all rows if the kernel is compiled, chunks if it is eager; at least one.
 
     Groups of so many rows (square blocks) are not split; rows left over behind the last whole one come as a slice of
     their own.
     """
     rows = flat.shape[0]
+    if not rows:
+        yield slice(0, 0)
+        return
     whole = rows - rows % group
     size = rows if kernel.compiles(flat) else chunk_of(flat.device) // flat.shape[1]
     size = max(size // group, 1) * group

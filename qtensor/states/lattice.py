@@ -18,6 +18,7 @@ from torch import Tensor
 
 BITS = (3, 16, 17, 18)  # of mantissa, of all grains
 LEASTS = (-14, -6, 0, 2)
+NEARLY = 1 << 10  # fp32 numbers before a power of two
 LEAST = -126  # exponent of the least normal number in fp32: a lattice ends with fp32's own distances
 
 
@@ -33,11 +34,15 @@ def constant(number: int, among: Sequence[int]) -> int:
 
 
 def floor_of(unit: Tensor, least: int) -> Tensor:
-    """Return the lattice's E, int32, for fp32 units (positive; anything for others)."""
+    """Return the lattice's E, int32, for fp32 units (positive; anything for others).
+
+    A unit that is nearly the next power of two counts as that: where elements are equally far apart, half a step of
+    theirs, unit / 2^exponent * 2^14, must leave room for what rounding adds to it.
+    """
     # a subnormal number shows no exponent
-    raised = ((unit * 2.0**64).view(torch.int32) >> 23 & 0xFF) - 127 - 64
-    plain = (unit.view(torch.int32) >> 23 & 0xFF) - 127
-    return (torch.where(plain > LEAST - 1, plain, raised) + least).clamp(LEAST, 126)
+    raised = ((unit * 2.0**64).view(torch.int32) + NEARLY >> 23 & 0xFF) - 127 - 64
+    plain = (unit.view(torch.int32) + NEARLY >> 23 & 0xFF) - 127
+    return (torch.where(plain > LEAST - 1, plain, raised) + least).clamp(LEAST, 127)
 
 
 def by_mantissa(x: Tensor, bits: int, draws: Tensor) -> Tensor:
@@ -59,7 +64,8 @@ def below(magnitude: Tensor, bits: int, floor: Tensor, draws: Tensor) -> tuple[T
     """
     steps = _scaled(magnitude, bits - floor)
     whole = steps.floor()
-    chance = ((draws >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    # odd: never 0, so what is nothing beside a step is never rounded up to one; the mean is exact up to 2^-24
+    chance = ((draws >> 8) & 0xFFFFFF | 1).to(torch.float32) * 2.0**-24
     # exact: both are multiples of the same power of two
     up = negative(chance - (steps - whole)).to(torch.float32)
     back = floor - bits

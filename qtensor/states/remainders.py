@@ -20,7 +20,7 @@ would hold it where the code ends, for ever, if its updates are small. So there 
 Hence `parts == quantize(master)`, bit for bit, with the master that `join` returns. An element that is not finite
 becomes NaN, with all others of its block if the format marks blocks.
 
-bf16 weights: fp32 = bf16 + 16 bits, exactly. One number in 65536 is an exception, half-way above a bf16 number whose
+bf16 weights: fp32 = bf16 + 16 bits, exactly. One number in 131072 is an exception, half-way above a bf16 number whose
 last bit is 0: it rounds down to that, and 2^15 is beyond 16 bits. It moves to one of its fp32 neighbours.
 """
 
@@ -193,7 +193,9 @@ def _joining(recipe: Recipe) -> Kernel:
         tiles = _tiled(base, block)
         floor = lattice.floor_of(_over(numerics.unit(parts, recipe), block), grain.least)
         number = lattice.count(tiles, grain.bits, floor) + _tiled(join_tiles(remainder, block), block)
-        found = torch.where(finite(tiles), lattice.value(number, grain.bits, floor), tiles)
+        # an element may stand for 2^128, which is inf in fp32; its number is like any other
+        whole = tiles == tiles  # noqa: PLR0124 - not isnan, in vector code
+        found = torch.where(whole, lattice.value(number, grain.bits, floor), tiles)
         return canonical_nan(_flat(found, base))
 
     return Kernel(joining, f"join_{_name(recipe)}")
