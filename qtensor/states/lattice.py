@@ -8,7 +8,8 @@ counted from 0: `count` is that number, `value` the way back. A lattice with a g
 smaller E lacks, so rounding on the finer one first is harmless.
 
 All of it is exact in fp32 and int32: the same bytes eager, compiled and on every device. Choices are made by masks (-1
-or 0, int32), not by torch.where: inductor stores what a long chain has come to, and has no vector code for storing bool.
+or 0, int32), not by torch.where: inductor stores what a long chain has come to, and has no vector code for storing
+bool.
 """
 
 from collections.abc import Sequence

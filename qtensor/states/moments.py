@@ -9,7 +9,7 @@ of m / eps: so a positive root becomes at least the least element of its block, 
 Elements round stochastically. By the nearest, sqrt(v) would stop at several times its value: it falls by 0.05 % a step
 (beta2 = 0.999), and E4M3's elements are 6 to 12 % apart.
 
-    scale = that of MXFP8, from the block's amax;  x -> the lattice of E4M3 under it, stochastically;  then MXFP8 of that
+    scale = that of MXFP8, from the block's amax; x -> the lattice of E4M3 under it, stochastically; then MXFP8 of that
 """
 
 import functools
