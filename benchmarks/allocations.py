@@ -142,6 +142,7 @@ class OfProcess(Meter):
 
     def __enter__(self) -> "OfProcess":
         gc.collect()
+        _trim()  # what a compiler gave back
         self._before = _resident("VmRSS")
         self._again()
         return self
@@ -149,7 +150,7 @@ class OfProcess(Meter):
     def mark(self, name: str) -> None:
         """End a stretch."""
         self.peak[name] = _resident("VmHWM") - self._before
-        ctypes.CDLL(None).malloc_trim(0)  # what it keeps of small pieces is no tensor's
+        _trim()  # what it keeps of small pieces is no tensor's
         self.alive[name] = _resident("VmRSS") - self._before
         self._again()
 
@@ -165,6 +166,10 @@ class OfProcess(Meter):
         except OSError:
             return False
         return STATUS.exists() and hasattr(ctypes.CDLL(None), "malloc_trim")
+
+
+def _trim() -> None:
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident(which: str) -> int:

@@ -35,6 +35,7 @@ from qtensor.scales.agreement import claim_of, common_along
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.states.draws import Positions
 from qtensor.states.kinds import CHUNK, CHUNK_ELSEWHERE, MASTER, REMAINDER
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 SEED, COUNT = "states_seed", "states_step"  # options of a group, by which draws are counted
 
@@ -174,9 +175,9 @@ class CompressedStep:
     def begin(self) -> None:
         """Step what need not wait for other ranks, and find what is claimed."""
         for chunk in _chunks(self._first):
-            for guest in self._advance(chunk):
-                self._keep_state(guest)
-                self._keep_dense(guest)
+            guests = self._advance(chunk)
+            while guests:
+                self._settle_dense(guests.pop())
         chunks = list(_chunks(self._early))
         for chunk in chunks:
             if len(chunks) == 1:
@@ -196,15 +197,20 @@ class CompressedStep:
         kept, self._kept = self._kept, []
         chunks = _chunks([*([] if kept else self._early), *self._late])
         for guests in itertools.chain([kept], map(self._advance, chunks)):
-            for guest in guests:
-                self._keep_state(guest)
-                if guest.param in writes:
-                    at = self._at(guest.param)
-                    shard: Any = local_of(guest.param)
-                    master = round_master(guest.master, shard, at)
-                    remainder = local_of(self._states.remainders[guest.param])
-                    write_master(master, shard, remainder, writes[guest.param], at)
-                    self._states.loaded.pop(guest.param, None)
+            while guests:
+                self._settle(guests.pop(), writes)
+
+    def _settle(self, guest: _Guest, writes: Mapping[Tensor, tuple[Tensor | None, CutBlocks | None]]) -> None:
+        """Compress and write one weight, and let go of what it was expanded to: the next chunk needs the memory."""
+        self._keep_state(guest)
+        if guest.param not in writes:
+            return
+        at, shard = self._at(guest.param), local_of(guest.param)
+        assert isinstance(shard, QuantizedTensor)
+        guest.master = round_master(guest.master, shard, at)
+        remainder = local_of(self._states.remainders[guest.param])
+        write_master(guest.master, shard, remainder, writes[guest.param], at)
+        self._states.loaded.pop(guest.param, None)
 
     def _steps(self, param: Tensor) -> bool:
         return id(param) in self._stepped
@@ -253,9 +259,11 @@ class CompressedStep:
         how, key = self._states.storage.moment_of(guest.param), self._masters[guest.param]
         kept = self._inner.state.get(key)
         self._inner.state[key] = compress(guest.state, guest.param, how, self._at(guest.param), kept)
+        guest.state = {}
 
-    def _keep_dense(self, guest: _Guest) -> None:
+    def _settle_dense(self, guest: _Guest) -> None:
         """Write a bf16 weight; masters in fp32 are where they were, and the general way writes what is behind them."""
+        self._keep_state(guest)
         held = self._states.remainders.get(guest.param)
         if held is not None:
             write_dense(guest.master, local_of(guest.param), local_of(held), self._at(guest.param))
