@@ -6,6 +6,7 @@
     phases       where the time of a step goes: each phase is a function of the optimizer, timed in the same steps
     memory       the most bytes a step allocates and frees again, over the bytes of the parameters in fp32
     all-reduces  of one step, by a process that is rank 0 of 2
+    compressed   steps with masters="remainder", moments="float8", over those with both in fp32; one thread
 
 Foreseen for large weights, in bytes that cross the memory bus a parameter (page faults and caches aside):
 
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.allocations import OfAllocator
 from benchmarks.live_storages import LiveStorages
+from benchmarks.report import at_most, with_spread
 from benchmarks.simulated_ranks import as_rank
 from benchmarks.timing import Contender, interleaved, ratio
 from qtensor import Float8CurrentScaling, MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, quantize
@@ -42,7 +44,7 @@ from qtensor.optim import master_weights as optim
 from qtensor.spec.recipes import Recipe
 
 THREADS = 2
-TARGET = 1.3  # times the dense step
+TARGET = 1.3  # times the dense step; of compressed states, times the step with states in fp32
 SETTINGS = {"few large": (8, 1024, 4096, 7), "many small": (256, 64, 64, 15)}  # weights, rows, columns, rounds
 RECIPES: dict[str, Recipe | None] = {
     "bf16": None,
@@ -52,6 +54,7 @@ RECIPES: dict[str, Recipe | None] = {
     "nvfp4": NVFP4BlockScaling(),
 }
 DENSE = "AdamW, dense fp32"
+COMPRESSED = ("bf16", "mxfp8", "nvfp4")  # that are also asked with compressed states
 # phase -> where it is looked up, and its name there; what is left of a step is "python"
 PHASES: dict[str, tuple[Any, str]] = {
     "digests before": (MasterWeightOptimizer, "_follow_outside_writes"),
@@ -73,6 +76,7 @@ def run() -> dict[str, Any]:
         for name, (count, rows, columns, rounds) in SETTINGS.items():
             print(f"  {name}: {count} weights of {rows} x {columns} ...", flush=True)
             out[name] = {"weights": count, "shape": [rows, columns], **_setting(count, (rows, columns), rounds)}
+            out[name]["compressed_over_fp32"] = _compressed(count, (rows, columns), rounds)
         print("  all-reduces ...", flush=True)
         out["all_reduces"] = {name: _all_reduces(recipe) for name, recipe in RECIPES.items()}
     finally:
@@ -110,6 +114,29 @@ def _setting(count: int, shape: tuple[int, int], rounds: int) -> dict[str, Any]:
         "phases_over_dense": {name: clock.medians(seconds[name], dense_step) for name, clock in clocks.items()},
         "extra_memory": {name: round(_peak(optimizer.step) / fp32, 3) for name, optimizer in optimizers.items()},
     }
+
+
+def _compressed(count: int, shape: tuple[int, int], rounds: int) -> dict[str, Any]:
+    """Steps on compressed states over those on states in fp32, on one core: their conversions do not run in threads."""
+    torch.manual_seed(0)
+    values = [torch.randn(shape) for _ in range(count)]
+    grads = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(count)]
+    steps: dict[str, Contender] = {}
+    for name in COMPRESSED:
+        for states in ({}, {"masters": "remainder", "moments": "float8"}):
+            params = [_low(value, RECIPES[name]) for value in values]
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            optimizer = MasterWeightOptimizer(torch.optim.AdamW, params, foreach=True, **states)
+            optimizer.step()
+            steps[f"{name}, compressed" if states else name] = Contender(call=optimizer.step)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = interleaved(steps, rounds, warm_up=True)
+    finally:
+        torch.set_num_threads(threads)
+    return {name: ratio(seconds[f"{name}, compressed"], seconds[name]) for name in COMPRESSED}
 
 
 def _low(param: Tensor, recipe: Recipe | None) -> nn.Parameter:
@@ -199,6 +226,9 @@ def _targets(results: dict[str, Any]) -> dict[str, Any]:
                 "met": met,
                 "why": "" if met else why,
             }
+        for name, figures in results[setting]["compressed_over_fp32"].items():
+            why = "expanding and compressing take more than the memory that they save"
+            targets[f"compressed states, step of {setting} weights, {name}"] = at_most(figures["ratio"], TARGET, why)
     for name, count in results["all_reduces"].items():
         bound = 0 if RECIPES[name] is None else 1
         targets[f"all-reduces a step, {name}"] = {"value": count, "target": bound, "met": count == bound, "why": ""}
@@ -234,7 +264,8 @@ def markdown(results: dict[str, Any]) -> str:
                 str(results["all_reduces"][name]),
             ]
             lines.append(f"| {' | '.join([name, *cells])} |")
-        lines.append("")
+        told = ", ".join(f"{name} {with_spread(cell)}" for name, cell in one["compressed_over_fp32"].items())
+        lines += ["", f"Compressed states, over those in fp32, on one core: {told}.", ""]
     return "\n".join(lines)
 
 

@@ -246,6 +246,23 @@ def index(path: Path) -> None:
     assert isinstance(local(names["model"].layers[0].mlp.up_proj.weight), QuantizedTensor)
 
 
+def memory(path: Path) -> None:
+    """What one kind has saved the other loads; the way back changes nothing that 16 bits and 8 can hold."""
+    names = page("memory.md").run(namespace(build_model=Model, train=train))
+    states = names["optimizer"].state_dict()["state"]
+    quantized = [state for state in states.values() if "exp_avg_sq_root" in state]
+    assert quantized
+    assert {"master_weight"} == {key for state in names["wide"].state_dict()["state"].values() for key in state} - {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+    assert all(kept in state for state in quantized for kept in ("exp_avg", "step"))
+    train(names["model"], names["optimizer"])
+    kept = names["optimizer"].state_dict()["state"].values()
+    assert all("master_remainder" in state for state in kept)
+
+
 def qat(path: Path) -> None:
     def build_model() -> nn.Module:
         model = Model()
@@ -323,6 +340,7 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/how_to_shard.md": (4, how_to_shard),
     "docs/index.md": (2, index),
     "docs/logging.md": (1, logs),
+    "docs/memory.md": (1, memory),
     "docs/qat.md": (2, qat),
 }
 YAML = ("docs/calibrate_command.md", "yaml")  # read by tests/layerwise/command/test_reference.py
