@@ -122,12 +122,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         rounding: str = "stochastic",
         **optimizer_kwargs: Any,
     ) -> None:
-        if (masters, moments) != ("fp32", "fp32"):
+        if (masters, moments, rounding) != ("fp32", "fp32", "stochastic"):
             from qtensor.optim.compressed.step import CompressedStates
             from qtensor.optim.compressed.storage import Storage
 
-            self._states = CompressedStates(Storage(masters, moments, rounding))
-            if fused_step:
+            storage = Storage(masters, moments, rounding)
+            self._states = CompressedStates(storage) if storage.compresses else None
+            if fused_step and storage.compresses:
                 raise ValueError(
                     f"MasterWeightOptimizer(fused_step=True, masters={masters!r}, moments={moments!r}): the fused step "
                     "is for states in fp32; leave fused_step out"
@@ -170,7 +171,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             state = {"_wants_fused" if name == "_fused_step" else name: value for name, value in state.items()}
         # torch calls it to load a state dict, too, with states and groups alone
         if "_written" in state:
-            state = state | {"_written": LastWrites(state["_written"])}
+            # older pickles hold no remainders
+            state = {"_remainders": {}} | state | {"_written": LastWrites(state["_written"])}
         super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -6,6 +6,8 @@ MASTER = "master_weight"
 REMAINDER = "master_remainder"  # in its place, of a master that is kept compressed
 # moments -> whether they are means of squares; other entries of a state are kept as they are
 SQUARED = {"exp_avg": False, "momentum_buffer": False, "exp_avg_sq": True, "square_avg": True}
+# a mean of squares -> the entry beside it whose square is subtracted from it, which leaves no room for rounding
+CENTERED = {"square_avg": "grad_avg"}
 ROOT = "_root"  # behind the name of a mean of squares that is kept as its root: no reader is to take it for the square
 
 CHUNK = {"cpu": 2**22}  # elements; the optimizer's temporaries for that many still fit into the cache

@@ -6,7 +6,8 @@
     exp_avg_sq_root    MXFP8 of the root        exp_avg_sq
     step, ..       as it is                     the same tensor
 
-A root has a name of its own, so that no reader takes it for the square.
+A root has a name of its own, so that no reader takes it for the square. What an optimizer subtracts from a mean of
+squares (CENTERED) needs that mean as it is: rounded, it may become the smaller of both, and have no root.
 """
 
 from collections.abc import Mapping
@@ -14,16 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.torch_private import dtensor_around, local_of
-from qtensor.optim.compressed.masters import as_rows
+from fsdp_hooks.torch_private import local_of
+from qtensor.optim.compressed.masters import as_rows, as_sharded
 from qtensor.optim.compressed.places import Places
 from qtensor.optim.compressed.storage import Storage
 from qtensor.spec.registry import specs_of
 from qtensor.states import lattice
 from qtensor.states.draws import Positions
-from qtensor.states.kinds import MASTER, REMAINDER, ROOT, SQUARED
+from qtensor.states.kinds import CENTERED, MASTER, REMAINDER, ROOT, SQUARED
 from qtensor.states.moments import RECIPE, decode_moment, encode_moment
 from qtensor.states.remainders import draws_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -71,7 +71,7 @@ def compress(
     for name, value in state.items():
         if not isinstance(value, Tensor) or value.shape != local_of(param).shape or not value.ndim:
             found[name] = value
-        elif how == "fp32" or name not in SQUARED:
+        elif how == "fp32" or name not in SQUARED or CENTERED.get(name) in state:
             found[name] = _written(kept.get(name), value, param)
         elif how == "bfloat16":
             rows = as_rows(value)
@@ -98,20 +98,22 @@ def converted_states(
     others: dict[Tensor, dict[str, Any]] = {}
     for param, values in saved.items():
         own = {name: value for name, value in values.items() if name not in (MASTER, REMAINDER)}
-        found = {name: value for name, value in own.items() if is_moment(name, value, param)}
-        moments[param] = _converted(found, param, storage.moment_of(param))
-        others[param] = {name: value for name, value in own.items() if name not in found}
+        moments[param] = _converted(own, param, storage.moment_of(param))
+        others[param] = {name: one for name, one in own.items() if not is_moment(name, one, param)}
     return moments, others
 
 
-def _converted(entries: Mapping[str, Tensor], param: Tensor, how: str) -> dict[str, Any]:
-    """Return moments as they are kept here: copies of what is kept so already, others rounded to the nearest."""
+def _converted(own: Mapping[str, Any], param: Tensor, how: str) -> dict[str, Any]:
+    """Return the moments of a state as they are kept here: copies of what is kept so, others rounded to the nearest."""
     found: dict[str, Any] = {}
-    for name, value in entries.items():
-        if _is_kept_so(name, value, how):
+    for name, value in own.items():
+        if not is_moment(name, value, param):
+            continue
+        here = "fp32" if CENTERED.get(_plain(name)) in own else how
+        if _is_kept_so(name, value, here):
             found[name] = value.clone()
         else:
-            found |= compress(expand({name: value}, param), param, how, Places().nearest(param))
+            found |= compress(expand({name: value}, param), param, here, Places().nearest(param))
     return found
 
 
@@ -151,9 +153,7 @@ def _written(kept: Any, value: Tensor, param: Tensor) -> Tensor:
         else:
             own.copy_(value)
         return kept  # type: ignore[no-any-return]
-    if isinstance(param, DTensor):
-        return dtensor_around(value, param.device_mesh, param.placements, param.shape)
-    return value
+    return as_sharded(value, param)
 
 
 def _salt(name: str) -> int:

@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.torch_private import local_of
+from fsdp_hooks.torch_private import dtensor_around, local_of
 from qtensor.numerics import kernels
 from qtensor.scales.agreement import decide
 from qtensor.scales.cut_blocks import CutBlocks
@@ -19,6 +20,28 @@ from qtensor.tensor.quantized_tensor import QuantizedTensor
 def new_remainder(param: Tensor) -> Tensor:
     """Return the remainder of a master that is what its weight's bytes say: int16 zeros, a DTensor if that is one."""
     return torch.zeros_like(param, dtype=torch.int16).detach()
+
+
+def stand_in(param: Tensor) -> Tensor:
+    """Return what stands for a master in the inner optimizer's groups: fp32 zeros in one element's memory.
+
+    It has the shape and the shards of the master, since some optimizers make states of it before their first step.
+    """
+    local = local_of(param)
+    return as_sharded(torch.zeros((), dtype=torch.float32, device=local.device).expand(local.shape), param)
+
+
+def as_sharded(local: Tensor, param: Tensor) -> Tensor:
+    """Return a tensor of a parameter's shard as a DTensor, if the parameter is one."""
+    if isinstance(param, DTensor):
+        return dtensor_around(local, param.device_mesh, param.placements, param.shape)
+    return local
+
+
+def starts_elsewhere(param: Tensor) -> bool:
+    """Return whether a weight's master is its preserved initial value, which neither bytes nor remainder say."""
+    shard = local_of(param)
+    return isinstance(shard, QuantizedTensor) and initial_value(shard) is not None
 
 
 def as_rows(x: Tensor) -> Tensor:

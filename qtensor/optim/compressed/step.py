@@ -23,9 +23,12 @@ from fsdp_hooks.scale_sync import cuts_of
 from fsdp_hooks.torch_private import local_of
 from qtensor.optim.compressed.entries import compress, expand
 from qtensor.optim.compressed.masters import (
+    as_sharded,
     expand_master,
     new_remainder,
     round_master,
+    stand_in,
+    starts_elsewhere,
     write_dense,
     write_master,
 )
@@ -99,7 +102,7 @@ class CompressedStates:
         if not self.storage.has_remainder(param):
             return None
         self.remainders[param] = new_remainder(param)
-        return torch.empty(0, dtype=torch.float32, device=local_of(param).device)
+        return stand_in(param)
 
     def forget(self, param: Tensor) -> bool:
         """Take what a weight's bytes say for its master, since others wrote them; False: it is not held here."""
@@ -125,6 +128,9 @@ class CompressedStates:
         if param not in self.remainders:
             return {} if master is param else {MASTER: master}
         loaded = self.loaded.get(param)
+        if loaded is None and starts_elsewhere(param):
+            # the weight's bytes do not say it, and they are all that is saved of the weight
+            loaded = as_sharded(expand_master(param, self.remainders[param]), param)
         return {REMAINDER: self.remainders[param]} if loaded is None else {MASTER: loaded}
 
     def take(
