@@ -100,6 +100,8 @@ def assert_same_state(found: Any, expected: Any, what: str) -> None:
 def _plain_parts(value: Tensor) -> dict[str, Tensor]:
     """The tensors whose values an entry holds on this rank: parts as bytes."""
     own = local(value.detach())
+    if own.dtype == torch.float16:  # words of remainders, some of which are NaN
+        own = own.view(torch.int16)
     return (
         {name: part.view(torch.uint8) for name, part in own.parts().items()}
         if isinstance(own, QuantizedTensor)

@@ -46,10 +46,10 @@ def check_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mappi
         if masters[param] is param:
             continue
         found = values.get(MASTER, values.get(REMAINDER))
-        if MASTER not in values and isinstance(found, Tensor) and found.dtype != torch.int16:
+        if MASTER not in values and isinstance(found, Tensor) and found.dtype != WORD:
             raise ValueError(
                 f"MasterWeightOptimizer.load_state_dict: the {REMAINDER} of state {number} is {found.dtype}, expected "
-                "torch.int16; something has cast it, and its bits are lost: load it as it was saved"
+                f"{WORD}; something has cast it, and its bits are lost: load it as it was saved"
             )
         if isinstance(found, Tensor) and found.shape == param.shape:
             if (why := _uncopied(found, masters[param])) is None:

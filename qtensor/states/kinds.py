@@ -4,6 +4,8 @@ import torch
 
 MASTER = "master_weight"
 REMAINDER = "master_remainder"  # in its place, of a master that is kept compressed
+# what the 16 bits of a remainder, an int16, travel as: neither gloo nor NCCL moves int16. Nothing computes with it
+WORD = torch.float16
 # moments -> whether they are means of squares; other entries of a state are kept as they are
 SQUARED = {"exp_avg": False, "momentum_buffer": False, "exp_avg_sq": True, "square_avg": True}
 # a mean of squares -> the entry beside it whose square is subtracted from it, which leaves no room for rounding

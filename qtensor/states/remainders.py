@@ -110,6 +110,20 @@ def join(parts: Mapping[str, Tensor], remainder: Tensor, recipe: Recipe) -> Tens
     )
 
 
+def remainder_of(master: Tensor, parts: Mapping[str, Tensor], recipe: Recipe) -> Tensor:
+    """Return the remainders, int16 [rows, K], with which `join` of these parts comes nearest to masters.
+
+    Not for steps: the parts stay as they are, and may not be those of the masters.
+    """
+    grain, numerics, block = _grain(recipe), format_of(recipe), block_multiple(recipe)
+    rows = {spec.name: part_rows(parts[spec.name], spec, master.shape) for spec in specs_of(recipe)}
+    base = numerics.decode(rows, recipe)
+    floor = lattice.floor_of(_over(numerics.unit(rows, recipe), block), grain.least)
+    counts = [lattice.count(_tiled(x, block), grain.bits, floor) for x in (master, base)]
+    left = _flat((counts[0] - counts[1]).clamp(-LARGEST, LARGEST), base)
+    return torch.where(finite(master) & finite(base), left, 0).to(torch.int16)
+
+
 def split_dense(master: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
     """Return bf16 and int16 remainders, [rows, K] both, of fp32 masters."""
     kernel = _dense_splitting(drawn=at.drawn)

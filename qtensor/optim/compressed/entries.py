@@ -43,6 +43,8 @@ def expand(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
         own = local_of(value) if isinstance(value, Tensor) else value
         if not is_moment(name, value, param):
             found[name] = own
+        elif not own.numel():
+            found[_plain(name)] = torch.empty(own.shape, dtype=torch.float32, device=own.device)
         elif isinstance(own, QuantizedTensor):
             root = name.endswith(ROOT)
             rows = {spec.name: as_rows(getattr(own, spec.name)) for spec in specs_of(own.recipe)}

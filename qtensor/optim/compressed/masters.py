@@ -6,20 +6,26 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import dtensor_around, local_of
 from qtensor.numerics import kernels
+from qtensor.optim.master_states import WORD
 from qtensor.scales.agreement import decide
 from qtensor.scales.cut_blocks import CutBlocks
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.blocks import BlockFacts
 from qtensor.spec.registry import specs_of
 from qtensor.states.draws import Positions
-from qtensor.states.remainders import join, join_dense, rounded, split, split_dense
+from qtensor.states.remainders import join, join_dense, remainder_of, rounded, split, split_dense
 from qtensor.tensor.contents import initial_value, store
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
 def new_remainder(param: Tensor) -> Tensor:
-    """Return the remainder of a master that is what its weight's bytes say: int16 zeros, a DTensor if that is one."""
-    return torch.zeros_like(param, dtype=torch.int16).detach()
+    """Return the remainder of a master that is what its weight's bytes say: zeros, a DTensor if `param` is one."""
+    return torch.zeros_like(param, dtype=WORD).detach()
+
+
+def words_of(remainder: Tensor) -> Tensor:
+    """Return the int16 of a remainder's shard, the same memory."""
+    return local_of(remainder).detach().view(torch.int16)
 
 
 def stand_in(param: Tensor) -> Tensor:
@@ -38,10 +44,13 @@ def as_sharded(local: Tensor, param: Tensor) -> Tensor:
     return local
 
 
-def starts_elsewhere(param: Tensor) -> bool:
-    """Return whether a weight's master is its preserved initial value, which neither bytes nor remainder say."""
-    shard = local_of(param)
-    return isinstance(shard, QuantizedTensor) and initial_value(shard) is not None
+def say_initial_value(param: Tensor, remainder: Tensor) -> None:
+    """Have a remainder say where training starts, if that is a preserved initial value: a checkpoint has no other."""
+    shard, own = local_of(param), words_of(remainder)
+    value = initial_value(shard) if isinstance(shard, QuantizedTensor) else None
+    if value is not None and own.numel():
+        left = remainder_of(as_rows(value.to(torch.float32)), shard.parts(), shard.recipe)
+        own.copy_(left.view(own.shape))
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -56,7 +65,7 @@ def dense_of(shard: Tensor) -> Tensor:
 
 def expand_master(param: Tensor, remainder: Tensor) -> Tensor:
     """Return the master of a shard, fp32 in its shape, new."""
-    shard, own = local_of(param), local_of(remainder)
+    shard, own = local_of(param), words_of(remainder)
     rows = as_rows(own)
     if not own.numel():
         return torch.empty(own.shape, dtype=torch.float32, device=own.device)

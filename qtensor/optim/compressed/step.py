@@ -23,12 +23,12 @@ from fsdp_hooks.scale_sync import cuts_of
 from fsdp_hooks.torch_private import local_of
 from qtensor.optim.compressed.entries import compress, expand
 from qtensor.optim.compressed.masters import (
-    as_sharded,
     expand_master,
     new_remainder,
     round_master,
+    say_initial_value,
     stand_in,
-    starts_elsewhere,
+    words_of,
     write_dense,
     write_master,
 )
@@ -75,7 +75,7 @@ class CompressedStates:
 
     Attributes:
         storage: what they are kept in.
-        remainders: parameter -> its master's remainder, int16, sharded as it is.
+        remainders: parameter -> its master's remainder (see `WORD`), sharded as it is.
         loaded: parameter -> fp32 master that was loaded and that no step has compressed yet.
         streams: parameter -> what names its draws, the same on every mesh.
     """
@@ -128,9 +128,8 @@ class CompressedStates:
         if param not in self.remainders:
             return {} if master is param else {MASTER: master}
         loaded = self.loaded.get(param)
-        if loaded is None and starts_elsewhere(param):
-            # the weight's bytes do not say it, and they are all that is saved of the weight
-            loaded = as_sharded(expand_master(param, self.remainders[param]), param)
+        if loaded is None:
+            say_initial_value(param, self.remainders[param])
         return {REMAINDER: self.remainders[param]} if loaded is None else {MASTER: loaded}
 
     def take(
@@ -214,7 +213,7 @@ class CompressedStep:
         at, shard = self._at(guest.param), local_of(guest.param)
         assert isinstance(shard, QuantizedTensor)
         guest.master = round_master(guest.master, shard, at)
-        remainder = local_of(self._states.remainders[guest.param])
+        remainder = words_of(self._states.remainders[guest.param])
         write_master(guest.master, shard, remainder, writes[guest.param], at)
         self._states.loaded.pop(guest.param, None)
 
@@ -272,7 +271,7 @@ class CompressedStep:
         self._keep_state(guest)
         held = self._states.remainders.get(guest.param)
         if held is not None:
-            write_dense(guest.master, local_of(guest.param), local_of(held), self._at(guest.param))
+            write_dense(guest.master, local_of(guest.param), words_of(held), self._at(guest.param))
             self._states.loaded.pop(guest.param, None)
 
     @contextmanager
