@@ -117,11 +117,13 @@ class CompressedStates:
         One in fp32 is kept as it is until the next step: the weight that it belongs to may be loaded later.
         """
         self.loaded.pop(param, None)
+        # what torch loads in place is this very remainder: no zeros before it is read
+        if remainder is not None and master is None:
+            self.remainders[param].copy_(remainder)
+            return
         self.remainders[param].zero_()
         if master is not None:
             self.loaded[param] = torch.zeros_like(param, dtype=torch.float32).detach().copy_(master)
-        elif remainder is not None:
-            self.remainders[param].copy_(remainder)
 
     def shown(self, param: Tensor, master: Tensor) -> dict[str, Tensor]:
         """Return the entries of a state dict that hold a master."""
