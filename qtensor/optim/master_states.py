@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import local_of
 from qtensor.optim.masters import refill
-from qtensor.states.kinds import MASTER, REMAINDER, ROOT
+from qtensor.states.kinds import MASTER, REMAINDER, ROOT, WORD
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import dtensor_around, local_of
 from qtensor.numerics import kernels
-from qtensor.optim.master_states import WORD
 from qtensor.scales.agreement import decide
 from qtensor.scales.cut_blocks import CutBlocks
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.blocks import BlockFacts
 from qtensor.spec.registry import specs_of
 from qtensor.states.draws import Positions
+from qtensor.states.kinds import WORD
 from qtensor.states.remainders import join, join_dense, remainder_of, rounded, split, split_dense
 from qtensor.tensor.contents import initial_value, store
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -47,8 +47,10 @@ def as_sharded(local: Tensor, param: Tensor) -> Tensor:
 def say_initial_value(param: Tensor, remainder: Tensor) -> None:
     """Have a remainder say where training starts, if that is a preserved initial value: a checkpoint has no other."""
     shard, own = local_of(param), words_of(remainder)
-    value = initial_value(shard) if isinstance(shard, QuantizedTensor) else None
-    if value is not None and own.numel():
+    if not isinstance(shard, QuantizedTensor) or not own.numel():
+        return
+    value = initial_value(shard)
+    if value is not None:
         left = remainder_of(as_rows(value.to(torch.float32)), shard.parts(), shard.recipe)
         own.copy_(left.view(own.shape))
 
