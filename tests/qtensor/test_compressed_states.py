@@ -22,7 +22,7 @@ from qtensor import (
     quantize,
     quantized_model_init,
 )
-from qtensor.optim.compressed import step as compressed_step
+from qtensor.optim import inner_step
 from qtensor.optim.compressed.entries import expand
 from qtensor.optim.compressed.masters import expand_master
 from tests.optimizer_states import FORMS, assert_same_model, assert_same_state, bytes_of, copied, get, put
@@ -202,7 +202,8 @@ def test_gradients_add_up_over_backwards() -> None:
     for net in (model, twin):
         for _ in range(2):
             net.a(x).float().square().sum().backward()
-    assert same_bytes(model.a.weight.grad, twin.a.weight.grad)
+    grads: list[Any] = [net.a.weight.grad for net in (model, twin)]
+    assert same_bytes(*grads)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.step()  # gradients stay until zero_grad
@@ -298,7 +299,7 @@ def test_what_others_write_is_where_training_goes_on() -> None:
     assert not optimizer.state[model.a.weight]["master_remainder"].any()
 
 
-def preserved(recipe: Any = MXFP8, *, keep: bool = True) -> nn.Module:
+def preserved(recipe: Any = MXFP8, *, keep: bool = True) -> Any:
     torch.manual_seed(0)
     with quantized_model_init(recipe, preserve_high_precision_init_val=keep):
         return nn.Linear(64, 32, dtype=torch.bfloat16)
@@ -585,7 +586,7 @@ def test_a_state_that_is_refused_changes_nothing(damage: Callable[[Any], None]) 
 @contextlib.contextmanager
 def chunks_of(elements: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setitem(compressed_step.CHUNK, "cpu", elements)
+        patch.setitem(inner_step.CHUNK, "cpu", elements)
         yield
 
 
