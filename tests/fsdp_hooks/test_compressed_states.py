@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init, share_scales
+from qtensor.optim import inner_step
 from tests.fsdp_hooks.cases import RECIPES, Collectives, Net, assert_same_bytes, build, exchanged, local, mesh_of, shard
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 from tests.sampling import sampled
@@ -120,6 +122,22 @@ def test_every_number_of_ranks_holds_what_one_process_holds(ranks: int) -> None:
 @pytest.mark.parametrize("options", [{"moments": "bfloat16"}, {"rounding": "nearest"}], ids=str)
 def test_so_do_moments_in_bf16_and_what_is_rounded_to_the_nearest(options: dict[str, Any]) -> None:
     run_ranks_each(3, [("nvfp4", "quantized"), ("mxfp8_square", "quantized")], equals_one_process, options)
+
+
+def equals_itself_in_chunks(case: tuple[str | None, str]) -> None:
+    """Of chunks of one weight each, so that those that share scales step twice."""
+    found = []
+    for elements in (2**30, 100):
+        with patch.dict(inner_step.CHUNK, {"cpu": elements}):
+            model = shard(built(*case))
+            optimizer = optimizer_of(model)
+            train(model, optimizer)
+            found.append(whole(model, optimizer))
+    assert_same(found[1], found[0], str(case))
+
+
+def test_shards_of_more_than_one_chunk_get_the_bytes_of_one() -> None:
+    run_ranks_each(2, [CASES[2]], equals_itself_in_chunks)
 
 
 def replicas_equal_one_process(name: str) -> None:
