@@ -34,6 +34,8 @@ BITS, LEAST = 3, -6  # E4M3: bits of mantissa, exponent of the least normal elem
 
 def encode_moment(x: Tensor, at: Positions, *, root: bool) -> dict[str, Tensor]:
     """Return the MXFP8 parts of a moment, fp32 [rows, K], K a multiple of 32; with `root`, of its square root."""
+    if x.shape[-1] % BLOCK:
+        raise ValueError(f"a moment of {x.shape[-1]} columns, expected a multiple of {BLOCK}; keep it in fp32")
     kernel = _encoding(root=root, drawn=at.drawn)
     found = [kernel(cut_into_tiles(x[piece], BLOCK), *at.of(piece)) for piece in pieces_of(x, 1, kernel)]
     return {name: joined([parts[name] for parts in found]) for name in found[0]}
