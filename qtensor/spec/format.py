@@ -185,7 +185,7 @@ class Format(abc.ABC):
     def crosses(
         self, before: Tensor, after: Tensor, recipe: Any, quantizer: Mapping[str, Tensor], amax: Tensor | None
     ) -> Tensor | None:
-        """Where a magnitude must not be rounded from `before` to `after`: its block would get another scale; bool.
+        """Where a magnitude must not become `after` from `before`, since its block would get another scale; bool.
 
         Both are [.., blocks, block]. Asked of formats that have a `grain`, about magnitudes below the unit times
         2^least. None: nowhere, since no amax is so small.

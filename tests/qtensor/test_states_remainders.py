@@ -127,9 +127,10 @@ def test_units_just_below_a_power_of_two_leave_room(element: str) -> None:
     bits = 18 if element == "e4m3" else 17
     x = (torch.arange(2**bits).float() * 2.0 ** (low - bits)).expand(len(short), -1).clone()
     x[:, 0] = (top * (2 - short.double())).float()[:, 0]
-    parts, _, master = kept(x, Float8CurrentScaling(element=element), nearest())
+    parts, remainder, master = kept(x, Float8CurrentScaling(element=element), nearest())
     moved = (master.double() - x.double()).abs() / step_of(x, parts, Float8CurrentScaling(element=element))
     assert moved.max() < 1
+    assert remainder.int().abs().max() < 2**15 - 1  # where a larger one would be clamped
 
 
 def test_int4_leaves_room_at_the_largest_numbers() -> None:
