@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import qtensor as qt
 from benchmarks.small_training import BETAS, WEIGHT_DECAY
+from qtensor.optim.compressed.masters import expand_master
 from qtensor.spec.recipes import Recipe
 
 Weights = Literal["fp32", "bf16", "mxfp8", "nvfp4"]
@@ -34,6 +35,7 @@ class Contender:
     build: Build
     bytes_per_weight: float | None  # that a weight's master and moments take beside it, scales included; None: unknown
     missing: Callable[[], str | None] = lambda: None  # why it cannot run here
+    remainders: bool = False  # masters take over values from before quantizing in the first step, not before
 
     @property
     def name(self) -> str:
@@ -158,6 +160,7 @@ def compressed(weights: Weights, masters: str, moments: str) -> Contender:
         build=functools.partial(with_masters, **options),
         bytes_per_weight=None,
         missing=functools.partial(lacks_options, **options),
+        remainders=masters == "remainder",
     )
 
 
@@ -176,9 +179,14 @@ def master_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     Raises:
         NotImplementedError: MasterWeightOptimizer keeps the master in a form that is not known here.
     """
-    if not isinstance(optimizer, qt.MasterWeightOptimizer) or param.dtype == torch.float32:
+    if not isinstance(optimizer, qt.MasterWeightOptimizer) or (
+        param.dtype == torch.float32 and not isinstance(param, qt.QuantizedTensor)
+    ):
         return param.detach().float()
-    kept = optimizer.state[param].get("master_weight")
+    state = optimizer.state[param]
+    if isinstance(remainder := state.get("master_remainder"), Tensor):
+        return expand_master(param, remainder)
+    kept = state.get("master_weight")
     if not isinstance(kept, Tensor) or kept.dtype != torch.float32:
         raise NotImplementedError(f"a master is kept as {kept!r:.80}; master_of needs to know how to read it in fp32")
     return kept.detach()

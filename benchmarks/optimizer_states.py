@@ -94,10 +94,11 @@ def model_for(contender: Contender, seed: int) -> nn.Module:
 
 
 def optimizer_for(contender: Contender, model: nn.Module, rate: float) -> torch.optim.Optimizer:
-    """Its optimizer; values from before they were quantized are in the masters then, and freed."""
+    """Its optimizer; values from before they were quantized are in the masters then, and freed, or wait for a step."""
     made = contender.build(list(model.parameters()), rate)
-    for param in model.parameters():
-        qt.clear_high_precision_init_val(param)
+    if not contender.remainders:
+        for param in model.parameters():
+            qt.clear_high_precision_init_val(param)
     return made
 
 
