@@ -14,6 +14,8 @@ from benchmarks import moment_codes, optimizer_states, small_training
 from benchmarks import optimizer_contenders as contenders
 from benchmarks.moment_codes import E4M3, E5M2, INT8, U4M4, UINT8, Grid, in_bf16, rounded
 from benchmarks.optimizer_contenders import FULL, PLAIN, AdamWWithBf16Moments
+from qtensor.states.draws import Positions, key_of, row_keys
+from qtensor.states.moments import decode_moment, encode_moment
 
 BASELINES = ["bf16 | masters fp32, moments fp32", "nvfp4 | masters fp32, moments fp32"]
 PLAIN_BF16 = "bf16 | no masters, torch AdamW"
@@ -109,6 +111,29 @@ def test_the_table_has_baselines_and_says_why_a_row_cannot_run() -> None:
     assert contenders.lacks_package("no_such_package") == "the package no_such_package is not installed"
     known = contenders.unsupported([rows[BASELINES[0]], contenders.compressed("bf16", "remainder", "float8")])
     assert BASELINES[0] not in known
+
+
+def test_updates_of_moments_in_8_bits_add_up_to_those_in_fp32() -> None:
+    """The root is right in the mean, so its square is above it by the variance of rounding: a few percent."""
+    torch.manual_seed(0)
+    rows, columns, steps = 32, 128, 300
+    sizes = torch.exp(1.5 * torch.randn(rows, columns)) * 1e-4
+    means = 0.1 * sizes * torch.randn(rows, columns)
+    way, wanted, m, v, m_8, v_8 = torch.zeros(6, rows, columns)
+    first = torch.zeros(1, dtype=torch.int32)
+    for step in range(1, steps + 1):
+        gradient = means + sizes * torch.randn(rows, columns)
+        for total, one, two in ((wanted, m, v), (way, m_8, v_8)):
+            one.lerp_(gradient, 0.1)
+            two.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+            total.add_(one / (1 - 0.9**step) / ((two / (1 - 0.999**step)).sqrt() + 1e-8))
+        for number, (moment, root) in enumerate(((m_8, False), (v_8, True))):
+            at = Positions(row_keys(key_of(0, number, step), torch.arange(rows)), first)
+            moment.copy_(decode_moment(encode_moment(moment, at, root=root), root=root))
+    assert torch.all(v_8 > 0)
+    assert (v_8 / v).mean().item() == pytest.approx(1.04, abs=0.02)
+    assert ((way * wanted).sum() / wanted.square().sum()).item() == pytest.approx(1.008, abs=0.006)
+    assert torch.cosine_similarity(way.flatten(), wanted.flatten(), 0) > 0.99
 
 
 def test_moments_are_bf16_values_after_each_step() -> None:
