@@ -33,7 +33,7 @@ class Contender:
     weights: Weights
     states: str
     build: Build
-    bytes_per_weight: float | None  # that a weight's master and moments take beside it, scales included; None: unknown
+    bytes_per_weight: float  # that its master and moments take beside it, scales included
     missing: Callable[[], str | None] = lambda: None  # why it cannot run here
     remainders: bool = False  # masters take over values from before quantizing in the first step, not before
 
@@ -147,6 +147,7 @@ def table() -> dict[str, Contender]:
     return {row.name: row for row in rows}
 
 
+KEPT_IN = {"fp32": 4, "remainder": 2, "bfloat16": 2}  # bytes
 # What MasterWeightOptimizer keeps itself: (masters, moments).
 COMPRESSED = (("remainder", "float8"), ("remainder", "fp32"), ("fp32", "float8"), ("fp32", "bfloat16"))
 
@@ -158,7 +159,7 @@ def compressed(weights: Weights, masters: str, moments: str) -> Contender:
         weights=weights,
         states=f'masters="{masters}", moments="{moments}"',
         build=functools.partial(with_masters, **options),
-        bytes_per_weight=None,
+        bytes_per_weight=KEPT_IN[masters] + 2 * (1 + 1 / 32 if moments == "float8" else KEPT_IN[moments]),
         missing=functools.partial(lacks_options, **options),
         remainders=masters == "remainder",
     )

@@ -57,9 +57,8 @@ def _scratch(results: Mapping[str, Any]) -> list[str]:
     lines += [f"| weights | states | bytes a weight | {' | '.join(heads)} |", f"|---|---|---:|{'---:|' * len(heads)}"]
     for name, row in table().items():
         if name in runs:
-            size = "" if row.bytes_per_weight is None else f"{row.bytes_per_weight:.3g}"
             cells = [cell for multiple in multiples for cell in _cells(runs, name, row.baseline, multiple)]
-            lines.append(f"| {row.weights} | {row.states} | {size} | {' | '.join(cells)} |")
+            lines.append(f"| {row.weights} | {row.states} | {row.bytes_per_weight:.3g} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
