@@ -1,8 +1,9 @@
 """Which tensor does a master belong to? Told from names, shapes and dtypes alone.
 
-`P.state.F.master_weight` belongs to the tensor named F, or whose name ends in `.F`. If several do (a moving average
-beside the model, say), one of them must fit. If none does, names are compared without what wrappers of modules put
-into them: an optimizer's states and a state dict may have been taken inside and outside of torch.compile, say.
+`P.state.F.master_weight`, or `.master_remainder`, belongs to the tensor named F, or whose name ends in `.F`. If several
+do (a moving average beside the model, say), one of them must fit. If none does, names are compared without what
+wrappers of modules put into them: an optimizer's states and a state dict may have been taken inside and outside of
+torch.compile, say.
 
 A master for which no tensor is found is told with the reason, and so are optimizer states under numbers instead of
 names (`optimizer.state_dict()` as it is): a comparison that leaves them out has proved nothing of them.
@@ -16,7 +17,7 @@ import torch
 from dcp_adapters.plain.words import few_of
 from dcp_adapters.records.entry import Entry
 from fsdp_hooks.wrappers import plain_name
-from qtensor.optim.master_states import MASTER
+from qtensor.states.kinds import MASTER, REMAINDER, WORD
 
 STATE = "state"  # what stands before a parameter's name in an optimizer's state
 SHOWN = 3  # names in a sentence
@@ -29,7 +30,7 @@ NO_PARAMETER = f"no part of their names is {STATE!r}, so whose they are is not k
 NAMELESS = "no tensor of low precision has the name that their state has, or ends in it"
 TWICE = "several tensors have the name of their state once the names of wrappers are left out"
 OTHER_SHAPE = "the tensor of their name has another shape"
-OTHER_DTYPE = "they are not fp32"
+OTHER_DTYPE = f"they are neither fp32 masters nor {WORD} remainders"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class _Names:
 
     def of(self, master: Entry, owners: list[str]) -> tuple[list[str], str]:
         """Return the tensors beside a master, or none and why."""
-        if master.dtype != torch.float32:
+        if master.dtype != (WORD if is_remainder(master.name) else torch.float32):
             return [], OTHER_DTYPE
         if not owners:
             return [], NO_PARAMETER
@@ -115,13 +116,18 @@ class _Names:
         return [], OTHER_SHAPE if named else NAMELESS
 
 
+def is_remainder(master: str) -> bool:
+    """Return whether a master of this name is kept as what its weight's bytes do not say."""
+    return master.endswith(f".{REMAINDER}")
+
+
 def _is_master(name: str, entry: Entry) -> bool:
-    return entry.recipe is None and name.endswith(f".{MASTER}")
+    return entry.recipe is None and (name.endswith(f".{MASTER}") or is_remainder(name))
 
 
 def _owners(master: str) -> list[str]:
     """List what the parameter of a master may be called, the longest name first."""
-    path = master.removesuffix(f".{MASTER}").split(".")
+    path = master.removesuffix(f".{MASTER}").removesuffix(f".{REMAINDER}").split(".")
     return [".".join(path[place + 1 :]) for place, name in enumerate(path) if name == STATE and place + 1 < len(path)]
 
 

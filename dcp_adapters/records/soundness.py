@@ -2,6 +2,8 @@
 
     deep          a history leads to the scale and the payload beside it         (float8_delayed.py)
                   a master requantizes to the parts beside it, or is fresh       (requantizing.py)
+                  one kept as a remainder is joined with these parts before      (states/remainders.py)
+                  roots of means of squares are not negative
     own_scales    and every scale is the one that its values ask for             (own_scales.py)
 
 Under "deep" scales that no value asks for are mentioned, but are no fault: calibration, exact conversions and imports
@@ -19,11 +21,13 @@ import torch
 from torch import Tensor
 
 from dcp_adapters.records.entry import Entry
+from dcp_adapters.records.masters import is_remainder
 from qtensor.formats.float8_delayed import Float8DelayedScaling, history_fault
 from qtensor.numerics.own_scales import OwnScales, elements_of
 from qtensor.numerics.requantizing import MasterCheck
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import row_multiple, specs_of
+from qtensor.states.remainders import join, join_dense, refuse_recipe
 
 Level = Literal["bytes", "deep", "own_scales"]
 LEVELS = ("bytes", "deep", "own_scales")
@@ -68,14 +72,19 @@ class TensorCheck:
         assert entry.recipe is not None
         self.entry, self.recipe, self.level, self.whole = entry, entry.recipe, level, whole
         self.own = OwnScales(self.recipe, wide=whole, rows=rows)
-        self.masters = {name: MasterCheck(self.recipe, whole=whole, rows=rows) for name in masters}
+        why = refuse_recipe(self.recipe) if any(map(is_remainder, masters)) else None
+        # master -> why there can be none
+        self.refused = {} if why is None else {name: why for name in masters if is_remainder(name)}
+        self.masters = {
+            name: MasterCheck(self.recipe, whole=whole, rows=rows) for name in masters if name not in self.refused
+        }
         self._largest: Tensor | None = None
         self._last: Mapping[str, Tensor] = {}
 
     def see(self, parts: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
         """Look at some rows of the parts, and of each master."""
         for name, check in self.masters.items():
-            check.see(parts, masters[name])
+            check.see(parts, _joined(name, masters[name], parts, self.recipe))
         # Tensor-wide parts are the same in each piece, so the last one has all that problems() needs.
         self._last = parts
         if isinstance(self.recipe, Float8DelayedScaling) and parts["payload"].numel():
@@ -100,7 +109,9 @@ class TensorCheck:
 
     def master_problems(self) -> dict[str, Problem | None]:
         """Say for each master what is wrong beside it; None if nothing is."""
-        found: dict[str, Problem | None] = {}
+        found: dict[str, Problem | None] = {
+            name: Problem(name, f"{self.entry.name} can have no remainder: {why}") for name, why in self.refused.items()
+        }
         for name, check in self.masters.items():
             wrong = f"{check.differing} of {check.bytes} bytes are others"
             if not check.differing:
@@ -111,7 +122,8 @@ class TensorCheck:
 
     def fits(self) -> dict[str, int]:
         """Return for each master how what was seen fits it, WRITTEN | FRESH; to be asked after `master_problems`."""
-        return {name: WRITTEN * check.written | FRESH * check.fresh for name, check in self.masters.items()}
+        found = {name: WRITTEN * check.written | FRESH * check.fresh for name, check in self.masters.items()}
+        return found | dict.fromkeys(self.refused, 0)
 
 
 class DenseCheck:
@@ -123,7 +135,7 @@ class DenseCheck:
     def see(self, values: Tensor, masters: Mapping[str, Tensor]) -> None:
         """Look at the same rows of the tensor and of each master."""
         for name in self.differing:
-            rounded = masters[name].to(values.dtype)
+            rounded = _joined(name, masters[name], values, None).to(values.dtype)
             # Not bytes: NaNs of different bits are the same value, and so are 0 and -0 here.
             self.differing[name] += int(((rounded != values) & ~(rounded.isnan() & values.isnan())).sum())
 
@@ -138,6 +150,31 @@ class DenseCheck:
     def fits(self) -> dict[str, int]:
         """Return for each master BOTH, or 0: what is rounded fits in one way only."""
         return {name: 0 if count else BOTH for name, count in self.differing.items()}
+
+
+def _joined(name: str, master: Tensor, beside: Mapping[str, Tensor] | Tensor, recipe: Recipe | None) -> Tensor:
+    """Return some rows of a master in fp32: those of a remainder are joined with the parts, or numbers, beside them."""
+    if not is_remainder(name) or not master.numel():
+        return master
+    # 16 bits, in whatever they are stored (see states.kinds.WORD)
+    rows = master.reshape(-1, master.shape[-1] if master.ndim else 1).view(torch.int16)
+    if recipe is None:
+        assert isinstance(beside, Tensor)
+        # of float16 there are no remainders: what comes out is not what they round to
+        return join_dense(beside.detach().reshape(rows.shape), rows).view(master.shape)
+    assert isinstance(beside, Mapping)
+    return join(beside, rows, recipe).view(master.shape)
+
+
+def negative_root(entry: Entry, rows: Iterable[Mapping[str, Tensor]]) -> Problem | None:
+    """Say what is wrong with a root of a mean of squares: negative elements, which no step leaves."""
+    count = 0
+    for parts in rows:
+        values = parts[""] if entry.recipe is None else elements_of(parts, entry.recipe)
+        count += int((values < 0).sum())
+    if not count:
+        return None
+    return Problem(entry.name, f"{count} of its elements are negative, and it is a root: its bytes were changed")
 
 
 def find_unfit(found: Iterable[Mapping[str, Problem | None]]) -> list[Problem]:

@@ -57,6 +57,7 @@ from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from qtensor.optim.compressed.step import CompressedStates, CompressedStep
+    from qtensor.optim.compressed.storage import Storage
     from qtensor.optim.fused.step import FusedStep, Taken
 
 
@@ -107,6 +108,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     _wants_fused: bool | None = None
     _fused_way: "FusedStep | None" = None  # made by the first step that it may be for, and not pickled
     _states: "CompressedStates | None" = None  # if masters or moments are compressed
+    _expected: "Storage | None" = None  # the form of states that are about to be loaded
     # what takes the fused way, or steps on compressed states, from the masters' step to the parts' write
     _taken: "Taken | CompressedStep | None" = None
 
@@ -345,7 +347,46 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                     self._inner.state[self._masters[param]].update(entries)
         else:
             self._inner.load_state_dict(master_states.for_inner(self.param_groups, saved))
+        self._expected = None
         self._publish_state(saved)
+
+    @contextlib.contextmanager
+    def expecting_states(self, *, masters: str = "fp32", moments: str = "fp32") -> Iterator[None]:
+        """Inside, the state dict has the entries of a checkpoint whose states are of another form, to load it into.
+
+        `load_state_dict` inside converts what was loaded to this optimizer's own form, and ends it. Do not save what
+        the state dict holds before that: masters in fp32 do not fit in remainders, which begin as zeros.
+
+        Args:
+            masters: that of the optimizer that saved the checkpoint.
+            moments: that of this optimizer, too.
+
+        Raises:
+            ValueError: no such form, or not of these parameters.
+
+        Example:
+            ```python
+            >>> with optimizer.expecting_states(masters="fp32", moments="fp32"):
+            ...     state = get_optimizer_state_dict(model, optimizer)
+            ...     dcp.load({"optim": state}, checkpoint_id="step-1000", planner=QuantizedLoadPlanner())
+            ...     set_optimizer_state_dict(model, optimizer, state)
+            ```
+        """
+        from qtensor.optim.compressed.expected import counters_of, restore_counters
+        from qtensor.optim.compressed.storage import Storage, check_storage
+
+        assert self._inner is not None
+        expected = Storage(masters, moments)
+        if expected.compresses:
+            check_storage(expected, type(self._inner), self._named())
+        counters, self._expected = counters_of(self.param_groups), expected
+        try:
+            self._publish_state([*self.state])
+            yield
+        finally:
+            self._expected = None
+            restore_counters(self.param_groups, counters)
+            self._publish_state([*self.state])
 
     def _check_trainable(self, kind: type[torch.optim.Optimizer], named: Iterable[tuple[str, Any]]) -> None:
         """Do `check_trainable`; an error on this rank alone reaches those that go on to `_sync`."""
@@ -484,6 +525,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         shown = None if self._states is None else self._states.shown
         master_states.publish(self.state, self._masters, self._inner.state, params, shown)
+        if self._expected is not None:
+            from qtensor.optim.compressed.expected import hide_counters, show_as
+
+            show_as(self.state, self._expected, self._states)
+            hide_counters(self.param_groups, self._expected)
 
     def _join_masters(self) -> None:
         """Make masters in fp32 of remainders that were loaded, and of what the weights hold now."""

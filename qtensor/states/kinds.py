@@ -11,6 +11,7 @@ SQUARED = {"exp_avg": False, "momentum_buffer": False, "exp_avg_sq": True, "squa
 # a mean of squares -> the entry beside it whose square is subtracted from it, which leaves no room for rounding
 CENTERED = {"square_avg": "grad_avg"}
 ROOT = "_root"  # behind the name of a mean of squares that is kept as its root: no reader is to take it for the square
+ROOTS = frozenset(name + ROOT for name, squared in SQUARED.items() if squared)
 
 CHUNK = {"cpu": 2**22}  # elements; the optimizer's temporaries for that many still fit into the cache
 CHUNK_ELSEWHERE = 2**27  # enough to keep a GPU busy through a launch

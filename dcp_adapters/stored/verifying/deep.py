@@ -12,10 +12,20 @@ from torch import Tensor
 from dcp_adapters.plain.words import few_of
 from dcp_adapters.records.entry import Entry
 from dcp_adapters.records.masters import Masters, explain_left_out
-from dcp_adapters.records.soundness import DenseCheck, Level, Problem, TensorCheck, cut, find_unfit, slabs
+from dcp_adapters.records.soundness import (
+    DenseCheck,
+    Level,
+    Problem,
+    TensorCheck,
+    cut,
+    find_unfit,
+    negative_root,
+    slabs,
+)
 from dcp_adapters.records.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.verifying.findings import Finding, VerifyReport
+from qtensor.states.kinds import MASTER, REMAINDER, ROOTS
 from qtensor.spec.registry import specs_of
 
 CONVERTED = "converted since they were saved, so not judged: look at what they were converted from"
@@ -54,6 +64,8 @@ def _judge(source: Stored, masters: Masters, level: Level) -> list[Finding]:
     found: list[Problem] = []
     said: list[Mapping[str, Problem | None]] = []
     for entry in source.entries.values():
+        if entry.name.rpartition(".")[2] in ROOTS:
+            found += _judge_root(source, entry)
         beside = masters.beside.get(entry.name, [])
         # what was converted has scales of its own, and its master is that of another recipe
         if entry.name in source.converted or (entry.recipe is None and not beside):
@@ -76,6 +88,19 @@ def _judge(source: Stored, masters: Masters, level: Level) -> list[Finding]:
     if source.converted:
         findings.append(Finding("warning", "", few_of(sorted(source.converted), 3), CONVERTED))
     return findings + _list_left_out(source, masters)
+
+
+def _judge_root(source: Stored, entry: Entry) -> list[Problem]:
+    """Return what is found in a mean of squares that is kept as its root: its shape, and its signs."""
+    state = entry.name.rpartition(".")[0]
+    found = []
+    for name in (MASTER, REMAINDER):
+        master = source.entries.get(f"{state}.{name}")
+        if master is not None and master.shape != entry.shape:
+            found.append(Problem(entry.name, f"its shape is {entry.shape}, that of {master.name} is {master.shape}"))
+    rows = _rows_of(source, entry)
+    negative = negative_root(entry, map(rows, slabs(entry.shape, entry.recipe)))
+    return [*found, negative] if negative is not None else found
 
 
 def _list_left_out(source: Stored, masters: Masters) -> list[Finding]:

@@ -4,6 +4,7 @@ storage.py   what is asked for, and what it is refused for
 places.py    where the rows of a shard are in the whole tensor: what its draws are counted by
 entries.py   the inner optimizer's states <-> what is kept of them between steps
 masters.py   fp32 masters <-> what is kept of them between steps: a remainder beside the weight's bytes
+expected.py  states shown in the form of a checkpoint that is to be loaded
 step.py      a step: chunks of weights are expanded, stepped by the inner optimizer, compressed and written
 
 Nothing of it is imported, and no call comes here, unless it was asked for.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import local_of
 from qtensor.optim.compressed.masters import as_rows, as_sharded
@@ -45,14 +46,13 @@ def expand(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
             found[name] = own
         elif not own.numel():
             found[_plain(name)] = torch.empty(own.shape, dtype=torch.float32, device=own.device)
-        elif isinstance(own, QuantizedTensor):
-            root = name.endswith(ROOT)
+        elif isinstance(own, QuantizedTensor) and own.recipe == RECIPE:
             rows = {spec.name: as_rows(getattr(own, spec.name)) for spec in specs_of(own.recipe)}
-            # of another recipe: of somebody's own making
-            values = decode_moment(rows, root=root) if own.recipe == RECIPE else own.dequantize(torch.float32)
-            found[_plain(name)] = values.view(own.shape)
+            found[_plain(name)] = decode_moment(rows, root=name.endswith(ROOT)).view(own.shape)
         else:
-            found[name] = own.to(torch.float32) if own.dtype != torch.float32 else own
+            # roots in another recipe, or dense: a checkpoint that was converted on disk
+            values = own.dequantize(torch.float32) if isinstance(own, QuantizedTensor) else own.to(torch.float32)
+            found[_plain(name)] = values * values if name.endswith(ROOT) else values
     return found
 
 
@@ -76,9 +76,11 @@ def compress(
         elif how == "fp32" or name not in SQUARED or CENTERED.get(name) in state:
             found[name] = _written(kept.get(name), value, param)
         elif how == "bfloat16":
-            rows = as_rows(value)
-            bits = draws_of(rows, *at.of(slice(None)), drawn=at.drawn, salt=_salt(name))
-            rounded = lattice.by_mantissa(rows, BF16_BITS, bits).to(torch.bfloat16)
+            rounded = as_rows(value)
+            if value.numel():
+                bits = draws_of(rounded, *at.of(slice(None)), drawn=at.drawn, salt=_salt(name))
+                rounded = lattice.by_mantissa(rounded, BF16_BITS, bits)
+            rounded = rounded.to(torch.bfloat16)
             found[name] = _written(kept.get(name), rounded.view(value.shape), param)
         else:
             own = name + ROOT if SQUARED[name] else name
@@ -100,23 +102,43 @@ def converted_states(
     others: dict[Tensor, dict[str, Any]] = {}
     for param, values in saved.items():
         own = {name: value for name, value in values.items() if name not in (MASTER, REMAINDER)}
-        moments[param] = _converted(own, param, storage.moment_of(param))
+        moments[param] = converted(own, param, storage.moment_of(param))
         others[param] = {name: one for name, one in own.items() if not is_moment(name, one, param)}
     return moments, others
 
 
-def _converted(own: Mapping[str, Any], param: Tensor, how: str) -> dict[str, Any]:
-    """Return the moments of a state as they are kept here: copies of what is kept so, others rounded to the nearest."""
+def converted(own: Mapping[str, Any], param: Tensor, how: str, *, keep: bool = False) -> dict[str, Any]:
+    """Return the moments of a state in the form asked for: copies of what has it (with `keep` itself), others rounded.
+
+    They are rounded to the nearest, and placed as the parameter is.
+    """
     found: dict[str, Any] = {}
-    for name, value in own.items():
-        if not is_moment(name, value, param):
+    for name, given in own.items():
+        if not is_moment(name, given, param):
             continue
         here = "fp32" if CENTERED.get(_plain(name)) in own else how
+        value = _placed(name, given, param)
         if _is_kept_so(name, value, here):
-            found[name] = value.clone()
+            found[name] = value if keep else value.clone()
         else:
             found |= compress(expand({name: value}, param), param, here, Places().nearest(param))
     return found
+
+
+def _placed(name: str, value: Tensor, param: Tensor) -> Tensor:
+    """Return a moment on the parameter's device, sharded as it is."""
+    if isinstance(value, DTensor) != isinstance(param, DTensor):
+        kinds = ["sharded" if isinstance(each, DTensor) else "no DTensor" for each in (value, param)]
+        raise ValueError(
+            f"MasterWeightOptimizer.load_state_dict: the state {name!r} of a parameter of shape {tuple(param.shape)} is "
+            f"{kinds[0]}, the parameter is {kinds[1]}; torch.distributed.checkpoint.state_dict."
+            "set_optimizer_state_dict distributes it"
+        )
+    if isinstance(value, DTensor) and isinstance(param, DTensor):
+        if (value.device_mesh, value.placements) == (param.device_mesh, param.placements):
+            return value
+        return value.redistribute(param.device_mesh, param.placements)
+    return value.to(local_of(param).device)
 
 
 def _is_kept_so(name: str, value: Tensor, how: str) -> bool:
