@@ -17,7 +17,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,17 @@ from dcp_adapters.convert.conversion_outcome import Converted, Outcome, Target
 from dcp_adapters.plain.durable import give_name, hidden_name, refuse_taken, remove_on_error
 from dcp_adapters.plain.logged_work import log_work
 from dcp_adapters.plain.progress_bar import Advance, ignore_progress
-from dcp_adapters.plain.words import in_natural_order
+from dcp_adapters.plain.words import few_of, in_natural_order
 from dcp_adapters.records.entry import Entry, parts_of
 from dcp_adapters.records.manifest import mark_converted
-from dcp_adapters.records.masters import Masters
+from dcp_adapters.records.masters import Masters, is_remainder
 from dcp_adapters.records.source import Stored
 from dcp_adapters.save.atomic_writer import AtomicFileSystemWriter
 from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.save.steps.checksum_table import ChecksumTable
 from dcp_adapters.stored.numeric_error import Error, error_between
 from qtensor.numerics import exact
+from qtensor.optim.master_states import IN_8_BITS
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import APPEARANCE_DTYPES, column_multiple
 from qtensor.spec.selection import matches, unmatched
@@ -75,12 +76,12 @@ def plan_conversion(
     Args:
         tensors: those of the source.
         to: a recipe, or the dtype of dense results.
-        include: globs over tensor names; empty: all quantized tensors.
+        include: globs over tensor names; empty: all quantized tensors but moments of optimizers.
         exclude: globs over tensor names that stay as they are.
 
     Raises:
         ConversionRefused: an include glob matches nothing; there is nothing to convert; selected tensors cannot be
-            quantized under the recipe (all of them are listed).
+            quantized under the recipe (all of them are listed); masters that are remainders may be of selected ones.
     """
     eligible = {name: tensor for name, tensor in tensors.items() if tensor.recipe is not None or isinstance(to, Recipe)}
     idle = unmatched(include, eligible)
@@ -90,7 +91,7 @@ def plan_conversion(
     selected = [
         tensor
         for name, tensor in eligible.items()
-        if (matches(name, include) if include else tensor.recipe is not None) and not matches(name, exclude)
+        if (matches(name, include) if include else _is_weight(tensor)) and not matches(name, exclude)
     ]
     if not selected:
         raise ConversionRefused(
@@ -106,6 +107,7 @@ def plan_conversion(
                 "with --exclude:\n" + "\n".join(obstacles)
             )
     named = frozenset(tensor.name for tensor in selected if not _is_in_format(tensor, to))
+    _refuse_parted(tensors, named)
     return ConversionPlan(to, named, tuple(unmatched(exclude, tensors)))
 
 
@@ -150,6 +152,25 @@ def convert_tensor(value: Tensor, to: Target) -> Tensor:
         return value
     parts = exact.convert_parts(value.dequantize(torch.float32), to, value.parts(), value.recipe)
     return QuantizedTensor.from_parts(parts, to, value.dtype)
+
+
+def _is_weight(tensor: Entry) -> bool:
+    return tensor.recipe is not None and tensor.name.rpartition(".")[2] not in IN_8_BITS
+
+
+def _refuse_parted(tensors: Mapping[str, Entry], changes: Collection[str]) -> None:
+    """Refuse to change bytes from which remainders say how far masters are: a training would take them for others."""
+    if not changes or not any(map(is_remainder, tensors)):
+        return
+    masters = Masters.among(tensors)
+    # of one whose weight is not known, it may be any of them
+    parted = {master for master in masters.left if is_remainder(master)}
+    parted |= {master for name in changes for master in masters.beside.get(name, []) if is_remainder(master)}
+    if parted:
+        raise ConversionRefused(
+            f"{few_of(sorted(parted), 3)}: masters are kept as what the bytes of their weights do not say, and these "
+            "bytes would change; convert a checkpoint of the model alone, or one whose masters are in fp32"
+        )
 
 
 def _is_in_format(tensor: Entry, to: Target) -> bool:

@@ -16,6 +16,7 @@ The life of a load, in the order in which files here are entered:
 planner.py          QuantizedLoadPlanner
 fitting.py          is what is stored right for this target?
 compare.py          what keeps a checkpoint from being loaded into a target
+state_forms.py      optimizer states in another form than the target's
 live_parts.py       what is written in place
 read_items.py       what is read into it
 coverage.py         do the chunks that are read make up what is written?

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.load.state_forms import WAY, counterpart, missing_option, parted_remainders
 from dcp_adapters.records.checksums import CHECKSUMS
 from dcp_adapters.records.entry import Entry, owners_of
 from dcp_adapters.records.expand import Leaf, entries_of
@@ -93,7 +94,9 @@ def differences(
         else:
             problems += _compare_unlisted(want, stored, partial=partial, dropped=manifest is None)
     if not partial:
-        problems += [f"{name}: missing in the checkpoint" for name in target.others if name not in stored]
+        problems += [missing_option(name) for name in target.others if name not in stored]
+    if convert:
+        problems += parted_remainders(target.entries, to_convert(target, metadata, manifest).keys())
     return sorted(problems)
 
 
@@ -220,6 +223,9 @@ def _compare_unlisted(want: Entry, stored: Mapping[str, Any], *, partial: bool, 
         return _compare_parts(want, stored)
     if want.recipe is None and dropped and MANIFEST in stored and f"{want.name}.payload" in stored:
         return [f"{want.name}: the checkpoint holds it quantized, the target is dense; {TOO_LATE}"]
+    # also in a partial load: the rest of the state would be of another step
+    if (other := counterpart(want.name, stored)) is not None:
+        return [f"{want.name}: the checkpoint holds {other} in its place; {WAY}"]
     return [] if partial else [f"{want.name}: missing in the checkpoint"]
 
 
@@ -280,7 +286,7 @@ def lacking(target: LoadTarget, metadata: Metadata, manifest: Manifest | None) -
     found = {
         name: container
         for key, name, container in _in_containers(containers, metadata, manifest)
-        if key not in expected and name not in expected
+        if key not in expected and name not in expected and counterpart(name, expected) is None
     }
     # the marker of a rotation is an entry, too; `differences` says more of it
     known = rotation_differences(target, metadata) if found else {}

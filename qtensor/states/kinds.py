@@ -12,6 +12,8 @@ SQUARED = {"exp_avg": False, "momentum_buffer": False, "exp_avg_sq": True, "squa
 CENTERED = {"square_avg": "grad_avg"}
 ROOT = "_root"  # behind the name of a mean of squares that is kept as its root: no reader is to take it for the square
 ROOTS = frozenset(name + ROOT for name, squared in SQUARED.items() if squared)
+# the entries that may be kept quantized
+IN_8_BITS = frozenset(name + ROOT if squared else name for name, squared in SQUARED.items())
 
 CHUNK = {"cpu": 2**22}  # elements; the optimizer's temporaries for that many still fit into the cache
 CHUNK_ELSEWHERE = 2**27  # enough to keep a GPU busy through a launch
