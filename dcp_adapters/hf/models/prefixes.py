@@ -6,6 +6,7 @@ from typing import Any
 
 from dcp_adapters.hf.models.adapters import renamed
 from fsdp_hooks.wrappers import plain_name
+from qtensor.optim.master_states import IN_8_BITS
 
 
 def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like: Collection[str] | None = None) -> str:
@@ -15,7 +16,8 @@ def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like
     the outermost dict of a nested one, which may also hold optimizer states, or if weights are outside of it.
     If nothing is quantized, the keys of the dict whose names are in `like`.
     """
-    above = [[str(key) for key in paths[name][:-1]] for name in quantized]
+    # an optimizer's moments may be quantized, too
+    above = [[str(key) for key in paths[name][:-1]] for name in quantized if str(paths[name][-1]) not in IN_8_BITS]
     if all(len(path) == 1 for path in paths.values()):
         return ""
     if not above:
