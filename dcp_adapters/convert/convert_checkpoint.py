@@ -43,10 +43,10 @@ from dcp_adapters.save.planner import QuantizedSavePlanner
 from dcp_adapters.save.steps.checksum_table import ChecksumTable
 from dcp_adapters.stored.numeric_error import Error, error_between
 from qtensor.numerics import exact
-from qtensor.optim.master_states import IN_8_BITS
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import APPEARANCE_DTYPES, column_multiple
 from qtensor.spec.selection import matches, unmatched
+from qtensor.states.kinds import IN_8_BITS
 from qtensor.tensor.quantized_tensor import QuantizedTensor, quantize
 
 LOG = logging.getLogger(__name__)

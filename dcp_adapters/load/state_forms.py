@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from dcp_adapters.records.entry import Entry
 from dcp_adapters.records.masters import Masters, is_remainder
-from qtensor.optim.master_states import MASTER, REMAINDER, ROOT, ROOTS
+from qtensor.states.kinds import MASTER, REMAINDER, ROOT, ROOTS
 
 OTHERS = {MASTER: REMAINDER, REMAINDER: MASTER} | {
     one: other for root in ROOTS for one, other in ((root, root.removesuffix(ROOT)), (root.removesuffix(ROOT), root))

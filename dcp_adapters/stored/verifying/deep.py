@@ -25,8 +25,8 @@ from dcp_adapters.records.soundness import (
 from dcp_adapters.records.source import Stored
 from dcp_adapters.stored.checkpoint import StoredCheckpoint
 from dcp_adapters.stored.verifying.findings import Finding, VerifyReport
-from qtensor.states.kinds import MASTER, REMAINDER, ROOTS
 from qtensor.spec.registry import specs_of
+from qtensor.states.kinds import MASTER, REMAINDER, ROOTS
 
 CONVERTED = "converted since they were saved, so not judged: look at what they were converted from"
 NOTHING = "nothing is quantized here, and no masters are kept: there was nothing to judge beyond bytes"

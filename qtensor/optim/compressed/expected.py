@@ -38,9 +38,7 @@ def show_as(
     """
     for param, entries in state.items():
         masters = {name: entries[name] for name in (MASTER, REMAINDER) if name in entries}
-        others = {
-            name: one for name, one in entries.items() if name not in masters and not is_moment(name, one, param)
-        }
+        others = {name: one for name, one in entries.items() if name not in masters and not is_moment(name, one, param)}
         state[param] = {
             **_master_as(param, masters, expected, states),
             **converted(entries, param, expected.moment_of(param), keep=True),

@@ -1,7 +1,5 @@
 """Masters between steps: a remainder beside the weight's bytes (qtensor/states/remainders.py)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
