@@ -231,9 +231,11 @@ def _dense_splitting(*, drawn: bool) -> Kernel:
 
 def _cut(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return bf16 and int32, how many fp32 numbers x is further from 0 than that."""
-    weight = x.to(torch.bfloat16)
-    wide = weight.to(torch.float32).view(torch.int32) & 0x7FFFFFFF
-    return weight, (x.view(torch.int32) & 0x7FFFFFFF) - wide
+    raw = x.view(torch.int32)
+    # by bits: inductor would leave out a conversion to bf16 and back
+    wide = (raw + 0x7FFF + ((raw >> 16) & 1)) & -0x10000
+    weight = torch.where(x == x, wide.view(torch.float32), x).to(torch.bfloat16)  # noqa: PLR0124
+    return weight, (raw & 0x7FFFFFFF) - (wide & 0x7FFFFFFF)
 
 
 @functools.cache
