@@ -108,6 +108,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     _wants_fused: bool | None = None
     _fused_way: "FusedStep | None" = None  # made by the first step that it may be for, and not pickled
     _states: "CompressedStates | None" = None  # if masters or moments are compressed
+    _torn: bool = False  # whether this rank failed in a step after ranks had agreed to it
     _expected: "Storage | None" = None  # the form of states that are about to be loaded
     # what takes the fused way, or steps on compressed states, from the masters' step to the parts' write
     _taken: "Taken | CompressedStep | None" = None
@@ -206,6 +207,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: `param_groups` hold other parameters than those it was built with; nothing has been written.
+                On all ranks, an earlier step failed on one of them behind what they agree on (out of memory, say).
                 On all ranks, replicas differ (`check_replicas`).
                 Also, on all ranks of a group, if the ranks do not list the same parameters or the inner optimizer
                 failed on one of them. No quantized parameter has been written then, but masters may have moved and
@@ -273,8 +275,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """Have masters moved, and write the parameters that `move` returns: with `frozen`, those frozen since, too."""
         assert self._inner is not None
         replicas = Replicas(self._named()) if self._check_replicas else None
-        self.__dict__.pop("_taken", None)  # of a step that failed
+        self.__dict__.pop("_taken", None)
         try:
+            if self._torn:
+                raise RuntimeError(
+                    "MasterWeightOptimizer.step: an earlier step failed on this rank when all had agreed to it, so its "
+                    "shards are a step behind theirs; load a checkpoint"
+                )
             same = self._written.look()
             if replicas is not None:
                 replicas.look()
@@ -294,12 +301,18 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             # the error that led here is the one to report
             with contextlib.suppress(Exception):
                 tell(*self._collect_writes(set(), frozen=frozen)[:2], self._labels, replicas)
+            self.__dict__.pop("_taken", None)  # what it holds of the weights is no use any more
             raise
         # behind all that may fail on one rank: no quantized byte is written before all ranks have come here
         outcome = agree(trained, dense, self._labels, replicas)
+        self._torn = True  # until all is written; then ranks are at one again
         written = self._requantize(trained, outcome) | {param for param, _, _ in plain}
+        self._torn = False
         if self._taken is not None:
             written, self._taken = written | self._taken.plain, None
+        if self._states is not None:
+            for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+                group.update(master_states.options_of(inner))
         count_writes(written)
         low = (param for param, master in self._masters.items() if master is not param)
         self._written.note([param for param in low if param in written or param not in self._written])
@@ -313,6 +326,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """Return the state dict of any optimizer, with masters in it."""
         master_states.forget_looks(self.state, self._masters)
         self._join_masters()
+        if self._states is not None and self._expected is None:
+            # a remainder belongs to the bytes beside it: those that others wrote have none
+            with torch.no_grad():
+                self._follow_outside_writes(self._written.look())
+                self._publish_state(())
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -330,7 +348,12 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         saved = master_states.saved_states(params, state_dict)
         held = self._states.remainders if self._states is not None else {}
         master_states.check_masters(self._masters | held, saved)
+        counters = [] if self._states is None else self._states.counters_of(self.param_groups)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._torn = False
+        for group, own in zip(self.param_groups, counters, strict=False):
+            # a checkpoint of other states has none
+            group.update(own | group)
         self._remainders = master_states.load_masters(self._masters, saved, self._states)
         self._start_anew(self._masters)
         # torch restores an optimizer before its model, so the loaded masters hold until the next step writes them
@@ -372,14 +395,15 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             ...     set_optimizer_state_dict(model, optimizer, state)
             ```
         """
-        from qtensor.optim.compressed.expected import counters_of, restore_counters
+        from qtensor.optim.compressed.expected import restore_counters
+        from qtensor.optim.compressed.step import CompressedStates
         from qtensor.optim.compressed.storage import Storage, check_storage
 
         assert self._inner is not None
         expected = Storage(masters, moments)
         if expected.compresses:
             check_storage(expected, type(self._inner), self._named())
-        counters, self._expected = counters_of(self.param_groups), expected
+        counters, self._expected = CompressedStates.counters_of(self.param_groups), expected
         try:
             self._publish_state([*self.state])
             yield

@@ -6,7 +6,7 @@ from typing import Any
 
 from dcp_adapters.hf.models.adapters import renamed
 from fsdp_hooks.wrappers import plain_name
-from qtensor.optim.master_states import IN_8_BITS
+from qtensor.states.kinds import IN_8_BITS
 
 
 def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like: Collection[str] | None = None) -> str:

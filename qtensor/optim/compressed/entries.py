@@ -130,7 +130,7 @@ def _placed(name: str, value: Tensor, param: Tensor) -> Tensor:
     if isinstance(value, DTensor) != isinstance(param, DTensor):
         kinds = ["sharded" if isinstance(each, DTensor) else "no DTensor" for each in (value, param)]
         raise ValueError(
-            f"MasterWeightOptimizer.load_state_dict: the state {name!r} of a parameter of shape {tuple(param.shape)} is "
+            f"MasterWeightOptimizer.load_state_dict: {name!r} of a parameter of shape {tuple(param.shape)} is "
             f"{kinds[0]}, the parameter is {kinds[1]}; torch.distributed.checkpoint.state_dict."
             "set_optimizer_state_dict distributes it"
         )

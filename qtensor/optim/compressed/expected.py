@@ -4,7 +4,7 @@
                 kept in fp32, shown as a remainder       zeros: room for what is loaded; the master itself does not fit
     moments     of either kind                           what they are, rounded to the nearest where that form has less
 
-`load_state_dict` takes whatever was loaded into them (entries.converted_states, master_states.load_masters), in any form.
+`load_state_dict` takes what was loaded into them (entries.converted_states, master_states.load_masters), in any form.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -58,11 +58,6 @@ def _master_as(
     if isinstance(param, DTensor):
         master = dtensor_around(master, param.device_mesh, param.placements, param.shape)
     return {MASTER: master}
-
-
-def counters_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the options of each group that draws are counted by."""
-    return [{name: group[name] for name in (SEED, COUNT) if name in group} for group in groups]
 
 
 def hide_counters(groups: Iterable[dict[str, Any]], expected: Storage) -> None:

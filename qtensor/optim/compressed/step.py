@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.scale_sync import cuts_of
 from fsdp_hooks.torch_private import local_of
+from fsdp_hooks.wrappers import plain_name
 from qtensor.optim.compressed.entries import compress, expand
 from qtensor.optim.compressed.masters import (
     expand_master,
@@ -38,6 +39,7 @@ from qtensor.scales.agreement import claim_of, common_along
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.states.draws import Positions
 from qtensor.states.kinds import CHUNK, CHUNK_ELSEWHERE, MASTER, REMAINDER
+from qtensor.tensor.contents import decode
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 SEED, COUNT = "states_seed", "states_step"  # options of a group, by which draws are counted
@@ -91,7 +93,13 @@ class CompressedStates:
         group.setdefault(SEED, 0)
         group.setdefault(COUNT, 0)
         names = group.get("param_names") or [f"{number}.{index}" for index in range(len(group["params"]))]
-        self.streams |= dict(zip(group["params"], names, strict=True))
+        # a wrapper around the model does not change what is trained
+        self.streams |= dict(zip(group["params"], map(plain_name, names), strict=True))
+
+    @staticmethod
+    def counters_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the options of each group that draws are counted by."""
+        return [{name: group[name] for name in (SEED, COUNT) if name in group} for group in groups]
 
     def hold(self, param: Tensor) -> Tensor | None:
         """Hold a parameter's master as a remainder, if it is to be one.
@@ -143,10 +151,6 @@ class CompressedStates:
         fresh: set[Tensor],
     ) -> "CompressedStep":
         """Return the step of these parameters; see the arguments of `FusedStep.take`."""
-        for group in inner.param_groups:
-            # a checkpoint of other states has none
-            group[COUNT] = group.get(COUNT, 0) + 1
-            group.setdefault(SEED, 0)
         return CompressedStep(self, inner, Weights(stepped, masters, groups, fresh))
 
 
@@ -163,6 +167,8 @@ class CompressedStep:
         self._states, self._inner = states, inner
         self._masters, self._groups = weights.masters, weights.groups
         stepped, fresh = weights.stepped, weights.fresh
+        # counted where ranks have agreed: one that failed before is to draw with the others again
+        self._counts = [group.get(COUNT, 0) + 1 for group in inner.param_groups]
         self._stepped, self._fresh = {id(param) for param in stepped}, fresh
         self.claims: dict[Tensor, Tensor] = {}
         self.moved: dict[Tensor, Tensor] = {}
@@ -202,7 +208,12 @@ class CompressedStep:
                 on some rank.
         """
         kept, self._kept = self._kept, []
-        chunks = _chunks([*([] if kept else self._early), *self._late])
+        for group, count in zip(self._inner.param_groups, self._counts, strict=True):
+            group[COUNT] = count
+        done = {id(param) for param in (*self._early, *self._late)}
+        # without a gradient here, and moved on another rank
+        others = [param for param in writes if param in self._states.remainders and id(param) not in done]
+        chunks = _chunks([*([] if kept else self._early), *self._late, *others])
         for guests in itertools.chain([kept], map(self._advance, chunks)):
             while guests:
                 self._settle(guests.pop(), writes)
@@ -223,10 +234,12 @@ class CompressedStep:
         return id(param) in self._stepped
 
     def _at(self, param: Tensor) -> Positions:
-        states, group = self._states, self._inner.param_groups[self._groups[param]]
+        states, number = self._states, self._groups[param]
         if states.storage.rounding == "nearest":
             return states.places.nearest(param)
-        return states.places.of(param, group[SEED], (states.streams[param], group[COUNT]))
+        return states.places.of(
+            param, self._inner.param_groups[number].get(SEED, 0), (states.streams[param], self._counts[number])
+        )
 
     def _advance(self, params: Sequence[Tensor], *, compare: bool = False) -> list[_Guest]:
         """Return these weights, expanded; those that have gradients stepped."""
@@ -234,13 +247,18 @@ class CompressedStep:
         for param in params:
             master = self._expand(param)
             asks = compare and param in self._fresh and self._steps(param)
-            before = master.clone() if asks else None
+            before = self._before(param, master) if asks else None
             # its state is that of what stands for it in the inner optimizer's groups
             state = self._inner.state.get(self._masters[param]) or {}
             guests.append(_Guest(param, master, expand(state, param) if self._steps(param) else {}, before))
         with _as_groups(self._inner, [guest for guest in guests if self._steps(guest.param)], self._groups):
             self._inner.step()
         return guests
+
+    def _before(self, param: Tensor, master: Tensor) -> Tensor:
+        """Return what a master is compared with to tell whether it moved: of a loaded one, what the weight holds."""
+        shard: Any = local_of(param)
+        return decode(shard, torch.float32) if param in self._states.loaded else master.clone()
 
     def _expand(self, param: Tensor) -> Tensor:
         """Return the master of a shard as a plain tensor: in fp32 the one that is kept, else a new one."""
@@ -284,11 +302,13 @@ class CompressedStep:
             (value, value.clone())
             for key in keys
             for value in (self._inner.state.get(key) or {}).values()
-            if isinstance(value, Tensor) and local_of(value).dtype == torch.float32 and not is_quantized(value)
+            if isinstance(value, Tensor) and not is_quantized(value) and value.dtype in (torch.float32, torch.float64)
         ]
-        yield
-        for value, before in own:
-            value.copy_(before)
+        try:
+            yield
+        finally:
+            for value, before in own:
+                value.copy_(before)
 
 
 @contextmanager
