@@ -10,7 +10,7 @@ MOST = {  # job: files, hops
     "an optimizer step": (18, 48),
     "a save": (25, 100),
     "a load": (40, 136),
-    "a converting load": (51, 296),
+    "a converting load": (52, 296),
 }
 
 

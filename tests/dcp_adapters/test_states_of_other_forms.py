@@ -250,6 +250,7 @@ def test_remainders_fit_their_weights_and_damage_is_found(name: str, tmp_path: P
     assert report.findings == ()
     assert report.masters == 4
     weight, remainder = state["model"]["0.weight"], state["optim"]["state"]["0.weight"]["master_remainder"]
+    remainder = remainder.view(torch.int16)
     remainder[3, 5] ^= -0x8000  # the master is half a code further away: another code
     save(state, tmp_path / "bad")
     assert errors(verify(tmp_path / "bad", level="deep")) == {"model.0.weight"}
@@ -259,7 +260,7 @@ def test_remainders_fit_their_weights_and_damage_is_found(name: str, tmp_path: P
         save(state, tmp_path / "refused", verify="deep")
     remainder[3, 5] ^= -0x8000
     # a row of numbers of bf16, half of which are odd: half a step below these is their neighbour's
-    state["optim"]["state"]["1.weight"]["master_remainder"][2] = -0x8000
+    state["optim"]["state"]["1.weight"]["master_remainder"].view(torch.int16)[2] = -0x8000
     weight.payload.view(torch.uint8).zero_()  # the scales are others then
     save(state, tmp_path / "more")
     assert errors(verify(tmp_path / "more", level="deep")) == {"model.0.weight", "model.1.weight"}
@@ -280,4 +281,4 @@ def test_roots_and_the_kinds_of_entries_are_judged(tmp_path: Path) -> None:
     save(state, tmp_path / "shapes")
     report = verify(tmp_path / "shapes", level="deep")
     assert "its shape is (32, 64), that of optim.state.0.weight.master_remainder is (64, 128)" in str(report.errors[0])
-    assert any("they are neither fp32 masters nor int16 remainders" in str(finding) for finding in report.findings)
+    assert any("they are neither fp32 masters nor torch.float16 remainders" in str(finding) for finding in report.findings)
