@@ -1,6 +1,6 @@
 """Optimizer states in another form than the target's: what is missing then has a counterpart in the checkpoint.
 
-    master_weight     fp32                     master_remainder    int16, beside the weight's own bytes
+    master_weight     fp32                     master_remainder    16 bits, beside the weight's own bytes
     exp_avg_sq        fp32, bf16               exp_avg_sq_root     MXFP8; square_avg alike
 
 No planner can bridge masters by itself: a remainder needs the bytes that its weight will have. So the optimizer gives
@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 
 from dcp_adapters.records.entry import Entry
 from dcp_adapters.records.masters import Masters, is_remainder
-from qtensor.states.kinds import MASTER, REMAINDER, ROOT, ROOTS
+from qtensor.states.kinds import MARK, MASTER, REMAINDER, ROOT, ROOTS
 
-OTHERS = {MASTER: REMAINDER, REMAINDER: MASTER} | {
+OTHERS = {MASTER: REMAINDER, REMAINDER: MASTER, MARK: MASTER} | {
     one: other for root in ROOTS for one, other in ((root, root.removesuffix(ROOT)), (root.removesuffix(ROOT), root))
 }
 COUNTERS = frozenset({"states_seed", "states_step"})  # options of a group, of optimizers with compressed states

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import local_of
 from qtensor.optim.masters import refill
-from qtensor.states.kinds import MASTER, REMAINDER, ROOT, WORD
+from qtensor.states.kinds import MASTER, OF_MASTERS, REMAINDER, ROOT, WORD
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -52,9 +52,15 @@ def check_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mappi
                 f"{WORD}; something has cast it, and its bits are lost: load it as it was saved"
             )
         if isinstance(found, Tensor) and found.shape == param.shape:
-            if (why := _uncopied(found, masters[param])) is None:
+            why = _uncopied(found, masters[param])
+            if why is None and MASTER not in values:
+                from qtensor.optim.compressed.masters import mark_problem
+
+                why = mark_problem(param, values)
+            if why is None:
                 continue
-            raise ValueError(f"MasterWeightOptimizer.load_state_dict: the master weight of state {number} {why}")
+            what = MASTER if MASTER in values else REMAINDER
+            raise ValueError(f"MasterWeightOptimizer.load_state_dict: the {what} of state {number} {why}")
         what = f"a master weight of shape {tuple(found.shape)}" if isinstance(found, Tensor) else "no master weight"
         cause = "was it saved by another optimizer?"
         if not values:
@@ -119,7 +125,7 @@ def for_inner(groups: Sequence[dict[str, Any]], saved: Mapping[Tensor, Mapping[s
         first = number
         for number, param in enumerate(group["params"], start=first):
             if param in saved:
-                states[number] = {key: value for key, value in saved[param].items() if key not in (MASTER, REMAINDER)}
+                states[number] = {key: value for key, value in saved[param].items() if key not in OF_MASTERS}
         number = first + len(group["params"])
         numbered.append({**options_of(group), "params": list(range(first, number))})
     return {"state": states, "param_groups": numbered}

@@ -4,6 +4,8 @@ import torch
 
 MASTER = "master_weight"
 REMAINDER = "master_remainder"  # in its place, of a master that is kept compressed
+MARK = "master_recipe"  # beside a remainder: a number for the recipe, or dtype, whose values it is counted from
+OF_MASTERS = frozenset({MASTER, REMAINDER, MARK})
 # what the 16 bits of a remainder, an int16, travel as: neither gloo nor NCCL moves int16. Nothing computes with it
 WORD = torch.float16
 # moments -> whether they are means of squares; other entries of a state are kept as they are

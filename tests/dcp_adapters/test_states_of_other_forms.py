@@ -281,4 +281,5 @@ def test_roots_and_the_kinds_of_entries_are_judged(tmp_path: Path) -> None:
     save(state, tmp_path / "shapes")
     report = verify(tmp_path / "shapes", level="deep")
     assert "its shape is (32, 64), that of optim.state.0.weight.master_remainder is (64, 128)" in str(report.errors[0])
-    assert any("they are neither fp32 masters nor torch.float16 remainders" in str(finding) for finding in report.findings)
+    told = "they are neither fp32 masters nor torch.float16 remainders"
+    assert any(told in str(finding) for finding in report.findings)

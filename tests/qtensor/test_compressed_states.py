@@ -157,7 +157,7 @@ def test_moments_are_kept_as_asked_and_others_in_fp32() -> None:
         second = "exp_avg_sq_root" if moment == eight else "exp_avg_sq"
         expected = {"step": torch.float32, "exp_avg": moment, second: moment, "max_exp_avg_sq": torch.float32}
         if param is not model.scale:
-            expected["master_remainder"] = torch.float16
+            expected |= {"master_remainder": torch.float16, "master_recipe": torch.int64}
         assert own == expected
     half = optimizer_of(Model(), "rmsprop", moments="bfloat16", centered=False)
     other = nn.ParameterList(half.param_groups[0]["params"])
@@ -192,7 +192,7 @@ def test_gradients_of_0_move_no_byte() -> None:
         optimizer.step()
     assert_same_model(model, before, "gradients of 0")
     own = expand(optimizer.state[model.a.weight], model.a.weight)
-    assert not any(value.any() for name, value in own.items() if name != "step")
+    assert not any(value.any() for name, value in own.items() if name not in ("step", "master_recipe"))
 
 
 def test_gradients_add_up_over_backwards() -> None:
@@ -665,3 +665,26 @@ def test_what_is_subtracted_from_a_mean_of_squares_leaves_it_in_fp32(moments: st
     again = optimizer_of(model, "rmsprop", moments=moments)
     again.load_state_dict(state_of(optimizer))
     assert_same_state(state_of(again), state_of(optimizer), "loaded")
+
+
+@pytest.mark.parametrize("other", ["mxfp8 e5m2", "float8", "bf16"])
+def test_a_remainder_of_another_recipe_is_refused(other: str) -> None:
+    """It is counted from the values of codes: from those of another recipe it would be noise."""
+
+    def built(recipe: Any) -> tuple[nn.Module, MasterWeightOptimizer]:
+        torch.manual_seed(0)
+        weight = torch.randn(32, 64).to(torch.bfloat16)
+        model = nn.ParameterList([nn.Parameter(weight if recipe is None else quantize(weight, recipe))])
+        return model, MasterWeightOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2, masters="remainder")
+
+    recipes = {"mxfp8 e5m2": MXFP8BlockScaling(element="e5m2"), "float8": Float8CurrentScaling(), "bf16": None}
+    model, optimizer = built(MXFP8BlockScaling())
+    model[0].grad = torch.ones(32, 64, dtype=torch.bfloat16)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    _, same = built(MXFP8BlockScaling(activations="dynamic"))  # how to compute is nothing of the values
+    same.load_state_dict(saved)
+    _, target = built(recipes[other])
+    with pytest.raises(ValueError, match="master_remainder of state 0 is counted from values of another recipe"):
+        target.load_state_dict(saved)
+    assert not target.state

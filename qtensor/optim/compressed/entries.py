@@ -24,7 +24,7 @@ from qtensor.optim.compressed.storage import Storage
 from qtensor.spec.registry import specs_of
 from qtensor.states import lattice
 from qtensor.states.draws import Positions
-from qtensor.states.kinds import CENTERED, MASTER, REMAINDER, ROOT, SQUARED
+from qtensor.states.kinds import CENTERED, OF_MASTERS, ROOT, SQUARED
 from qtensor.states.moments import RECIPE, decode_moment, encode_moment
 from qtensor.states.remainders import draws_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -101,7 +101,7 @@ def converted_states(
     moments: dict[Tensor, dict[str, Any]] = {}
     others: dict[Tensor, dict[str, Any]] = {}
     for param, values in saved.items():
-        own = {name: value for name, value in values.items() if name not in (MASTER, REMAINDER)}
+        own = {name: value for name, value in values.items() if name not in OF_MASTERS}
         moments[param] = converted(own, param, storage.moment_of(param))
         others[param] = {name: one for name, one in own.items() if not is_moment(name, one, param)}
     return moments, others

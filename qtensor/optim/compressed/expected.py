@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import dtensor_around
 from qtensor.optim.compressed.entries import converted, is_moment
-from qtensor.optim.compressed.masters import expand_master, new_remainder
+from qtensor.optim.compressed.masters import expand_master, new_remainder, recipe_mark
 from qtensor.optim.compressed.step import COUNT, SEED
 from qtensor.optim.compressed.storage import Storage
-from qtensor.states.kinds import MASTER, REMAINDER
+from qtensor.states.kinds import MARK, MASTER, OF_MASTERS, REMAINDER
 
 if TYPE_CHECKING:
     from qtensor.optim.compressed.step import CompressedStates
@@ -37,7 +37,7 @@ def show_as(
         states: what says how they are kept; None: in fp32.
     """
     for param, entries in state.items():
-        masters = {name: entries[name] for name in (MASTER, REMAINDER) if name in entries}
+        masters = {name: entries[name] for name in OF_MASTERS if name in entries}
         others = {name: one for name, one in entries.items() if name not in masters and not is_moment(name, one, param)}
         state[param] = {
             **_master_as(param, masters, expected, states),
@@ -52,7 +52,7 @@ def _master_as(
     if not masters or expected.has_remainder(param) == (REMAINDER in masters):
         return masters
     if REMAINDER not in masters:
-        return {REMAINDER: new_remainder(param)}
+        return {REMAINDER: new_remainder(param), MARK: recipe_mark(param)}
     assert states is not None
     master = expand_master(param, states.remainders[param])
     if isinstance(param, DTensor):

@@ -1,5 +1,8 @@
 """Masters between steps: a remainder beside the weight's bytes (qtensor/states/remainders.py)."""
 
+import hashlib
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -12,7 +15,7 @@ from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.blocks import BlockFacts
 from qtensor.spec.registry import specs_of
 from qtensor.states.draws import Positions
-from qtensor.states.kinds import WORD
+from qtensor.states.kinds import MARK, WORD
 from qtensor.states.remainders import join, join_dense, remainder_of, rounded, split, split_dense
 from qtensor.tensor.contents import initial_value, store
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -35,6 +38,34 @@ def stand_in(param: Tensor) -> Tensor:
     """
     local = local_of(param)
     return as_sharded(torch.zeros((), dtype=torch.float32, device=local.device).expand(local.shape), param)
+
+
+def recipe_mark(param: Tensor) -> Tensor:
+    """Return a number for what a parameter's remainder is counted from, int64 []: a hash of its recipe, or its dtype.
+
+    It is new each time: checkpoints are read into the tensors of a state dict.
+    """
+    local = local_of(param)
+    text = str(param.dtype)
+    if isinstance(local, QuantizedTensor):
+        record, usual = local.recipe.to_json(), type(local.recipe)().to_json()
+        # a field that a later version adds has a default that says what was there before
+        text = repr(sorted((name, value) for name, value in record.items() if name == "type" or value != usual[name]))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64, device="cpu")
+
+
+def mark_problem(param: Tensor, values: Mapping[str, object]) -> str | None:
+    """Return why a saved remainder is not one of a parameter; None: it is."""
+    found = values.get(MARK)
+    local = local_of(param)
+    here = local.recipe if isinstance(local, QuantizedTensor) else param.dtype
+    if isinstance(found, Tensor) and found.numel() == 1 and found.item() == recipe_mark(param).item():
+        return None
+    return (
+        f"is counted from values of another recipe or dtype than the weight has here ({here}); load the weights under "
+        "the recipe they were saved in, or states that were saved with masters in fp32"
+    )
 
 
 def as_sharded(local: Tensor, param: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from qtensor.optim.compressed.entries import compress, expand
 from qtensor.optim.compressed.masters import (
     expand_master,
     new_remainder,
+    recipe_mark,
     round_master,
     say_initial_value,
     stand_in,
@@ -38,7 +39,7 @@ from qtensor.optim.compressed.storage import Storage, is_quantized
 from qtensor.scales.agreement import claim_of, common_along
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.states.draws import Positions
-from qtensor.states.kinds import CHUNK, CHUNK_ELSEWHERE, MASTER, REMAINDER
+from qtensor.states.kinds import CHUNK, CHUNK_ELSEWHERE, MARK, MASTER, REMAINDER
 from qtensor.tensor.contents import decode
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
@@ -140,7 +141,9 @@ class CompressedStates:
         loaded = self.loaded.get(param)
         if loaded is None:
             say_initial_value(param, self.remainders[param])
-        return {REMAINDER: self.remainders[param]} if loaded is None else {MASTER: loaded}
+        if loaded is not None:
+            return {MASTER: loaded}
+        return {REMAINDER: self.remainders[param], MARK: recipe_mark(param)}
 
     def take(
         self,
