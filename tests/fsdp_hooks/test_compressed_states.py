@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init, share_scales
+from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init, share_scales
 from qtensor.optim import inner_step
 from tests.fsdp_hooks.cases import RECIPES, Collectives, Net, assert_same_bytes, build, exchanged, local, mesh_of, shard
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
@@ -288,3 +288,26 @@ def test_a_rank_that_fails_tells_the_others_and_nothing_quantized_is_written() -
     assert found[1] == "FloatingPointError: no such step"
     for message in (found[0], found[2]):
         assert message.startswith("RanksDifferError: MasterWeightOptimizer.step: rank 1 failed"), message
+
+
+def written_where_others_moved() -> None:
+    model = shard(built("mxfp8", "quantized"))
+    for param in model.parameters():
+        own = local(param.detach())
+        if isinstance(own, QuantizedTensor):
+            own.payload.view(torch.uint8).fill_(0x30)  # 0.5: another scale would hold these
+    optimizer = optimizer_of(model)
+    gradients(model, 0)
+    if dist.get_rank() == 1:
+        optimizer.zero_grad()
+    optimizer.step()
+    for name, param in model.named_parameters():
+        own = local(param.detach())
+        if isinstance(own, QuantizedTensor) and own.numel() and dist.get_rank() == 1:
+            # a shard that did not step has its values under the scale that they ask for
+            for part, value in quantize(own.dequantize(torch.float32), own.recipe).parts().items():
+                assert_same_bytes(own.parts()[part], value, f"{name}.{part} on rank {dist.get_rank()}")
+
+
+def test_a_shard_that_no_step_has_written_is_written_where_others_moved() -> None:
+    run_ranks(2, written_where_others_moved)

@@ -101,6 +101,14 @@ def assert_bytes_say_masters(model: nn.Module, optimizer: MasterWeightOptimizer,
             assert same_bytes(master.to(torch.bfloat16), param.detach()), f"{what}: {name}"
 
 
+def trained() -> tuple[Model, MasterWeightOptimizer]:
+    model = Model()
+    optimizer = optimizer_of(model)
+    for step in range(2):
+        train(model, optimizer, step)
+    return model, optimizer
+
+
 def state_of(optimizer: MasterWeightOptimizer) -> Any:
     return copied(optimizer.state_dict())
 
@@ -688,3 +696,91 @@ def test_a_remainder_of_another_recipe_is_refused(other: str) -> None:
     with pytest.raises(ValueError, match="master_remainder of state 0 is counted from values of another recipe"):
         target.load_state_dict(saved)
     assert not target.state
+
+
+# -- what may come between ---------------------------------------------------------------------------------------------
+
+
+def test_a_state_dict_between_a_read_in_place_and_its_load_takes_nothing_away() -> None:
+    """torch.distributed.checkpoint reads into the tensors of a state dict, and into weights: others write these."""
+    model, optimizer = trained()
+    weights, states = copied(model.state_dict()), state_of(optimizer)
+    target = Model()
+    loader = optimizer_of(target)
+    train(target, loader, 7)
+    room = loader.state_dict()
+    for number, own in room["state"].items():
+        for name, value in own.items():
+            value.copy_(states["state"][number][name])
+    with torch.no_grad():
+        for param, value in zip(target.state_dict().values(), weights.values(), strict=True):
+            param.copy_(value)
+    loader.state_dict()
+    loader.load_state_dict(room)
+    for param, same in zip(model.parameters(), target.parameters(), strict=True):
+        if "master_remainder" in optimizer.state[param]:
+            assert same_bytes(optimizer.state[param]["master_remainder"], loader.state[same]["master_remainder"])
+
+
+def test_a_state_dict_has_no_remainder_of_bytes_that_others_wrote_over() -> None:
+    model, optimizer = trained()
+    with torch.no_grad():
+        model.a.weight.copy_(weight(64, 96, seed=9))
+    optimizer.state_dict()
+    assert not optimizer.state[model.a.weight]["master_remainder"].any()
+
+
+def test_a_step_that_failed_behind_the_agreement_fails_the_next_one_until_a_load(monkeypatch: Any) -> None:
+    model, optimizer = trained()
+    states = state_of(optimizer)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    gradients(model, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr("qtensor.optim.compressed.step.write_master", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="an earlier step failed on this rank when all had agreed to it"):
+        optimizer.step()
+    optimizer.load_state_dict(states)
+    optimizer.step()
+
+
+def test_a_first_step_of_lr_0_writes_a_loaded_master() -> None:
+    source = Model()
+    wide = MasterWeightOptimizer(torch.optim.AdamW, source.named_parameters(), lr=1e-2)
+    train(source, wide, 0)
+    target = Model()
+    optimizer = optimizer_of(target, lr=0.0, weight_decay=0.0)
+    optimizer.load_state_dict(copied(wide.state_dict()))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(target, optimizer, 1)
+    assert_bytes_say_masters(target, optimizer, "lr=0")
+    before = wide.state[source.a.weight]["master_weight"]
+    distance = (joined(optimizer, target.a.weight) - before).abs().max()
+    assert distance <= before.abs().max() * 2.0**-17
+
+
+def test_a_seed_outlives_a_load_of_states_in_fp32() -> None:
+    source = Model()
+    wide = MasterWeightOptimizer(torch.optim.AdamW, source.named_parameters(), lr=1e-2)
+    train(source, wide, 0)
+    target = Model()
+    optimizer = optimizer_of(target)
+    optimizer.param_groups[0]["states_seed"] = 5
+    optimizer.load_state_dict(copied(wide.state_dict()))
+    train(target, optimizer, 1)
+    assert (optimizer.param_groups[0]["states_seed"], optimizer.param_groups[0]["states_step"]) == (5, 1)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_shards_without_elements_step(moments: str) -> None:
+    empty = [nn.Parameter(torch.empty(0, dtype=torch.bfloat16)), nn.Parameter(torch.empty(0, 64, dtype=torch.bfloat16))]
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, empty, masters="remainder", moments=moments)
+    for _ in range(2):
+        for param in empty:
+            param.grad = torch.empty_like(param)
+        optimizer.step()

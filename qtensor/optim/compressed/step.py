@@ -130,7 +130,8 @@ class CompressedStates:
         if remainder is not None and master is None:
             self.remainders[param].copy_(remainder)
             return
-        self.remainders[param].zero_()
+        # a new one: a state dict that is being read into may hold the other, with what was read
+        self.remainders[param] = new_remainder(param)
         if master is not None:
             self.loaded[param] = torch.zeros_like(param, dtype=torch.float32).detach().copy_(master)
 
