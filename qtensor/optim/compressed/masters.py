@@ -1,5 +1,6 @@
 """Masters between steps: a remainder beside the weight's bytes (qtensor/states/remainders.py)."""
 
+import functools
 import hashlib
 from collections.abc import Mapping
 
@@ -13,6 +14,7 @@ from qtensor.scales.agreement import decide
 from qtensor.scales.cut_blocks import CutBlocks
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.blocks import BlockFacts
+from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import specs_of
 from qtensor.states.draws import Positions
 from qtensor.states.kinds import MARK, WORD
@@ -46,13 +48,18 @@ def recipe_mark(param: Tensor) -> Tensor:
     It is new each time: checkpoints are read into the tensors of a state dict.
     """
     local = local_of(param)
-    text = str(param.dtype)
-    if isinstance(local, QuantizedTensor):
-        record, usual = local.recipe.to_json(), type(local.recipe)().to_json()
+    number = _number_of(local.recipe if isinstance(local, QuantizedTensor) else param.dtype)
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+@functools.cache
+def _number_of(kind: Recipe | torch.dtype) -> int:
+    text = str(kind)
+    if isinstance(kind, Recipe):
+        record, usual = kind.to_json(), type(kind)().to_json()
         # a field that a later version adds has a default that says what was there before
         text = repr(sorted((name, value) for name, value in record.items() if name == "type" or value != usual[name]))
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64, device="cpu")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def mark_problem(param: Tensor, values: Mapping[str, object]) -> str | None:
