@@ -59,7 +59,7 @@ def check_masters(masters: Mapping[Tensor, Tensor], saved: Mapping[Tensor, Mappi
                 why = mark_problem(param, values)
             if why is None:
                 continue
-            what = MASTER if MASTER in values else REMAINDER
+            what = "master weight" if MASTER in values else REMAINDER
             raise ValueError(f"MasterWeightOptimizer.load_state_dict: the {what} of state {number} {why}")
         what = f"a master weight of shape {tuple(found.shape)}" if isinstance(found, Tensor) else "no master weight"
         cause = "was it saved by another optimizer?"

@@ -121,7 +121,8 @@ def _values(recipe: Recipe, dtype: torch.dtype, lanes: int, *, by_row: bool) -> 
         values = x.to(torch.float32)
         yield ties(x, patches, recipe, formats.shared_amax(values, recipe))
     if shares and not by_row:
-        yield torch.where(wild(dtype, patches).signbit(), -0.0, 0.0).to(dtype)
+        like = wild(dtype, patches)
+        yield torch.zeros_like(like).copysign(like)
         yield wild(dtype, patches).clamp(-(2.0**-120), 2.0**-120)
 
 

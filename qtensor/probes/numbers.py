@@ -52,10 +52,10 @@ def wild(dtype: torch.dtype, patches: Patches, seed: int = 0) -> Tensor:
     count, each = patches.down * patches.across, patches.rows * patches.columns
     least, most = (torch.tensor(number, dtype=torch.float64, device=CPU).log2() for number in (facts.tiny, facts.max))
     lowest = int(least) - _mantissa(dtype)
-    top = torch.randint(lowest, int(most) + 1, (count, 1), generator=generator, device=CPU)
-    below = torch.randint(0, 14, (count, each), generator=generator, device=CPU)
+    top = torch.randint(lowest, int(most) + 1, (count, 1), generator=generator, dtype=torch.int64, device=CPU)
+    below = torch.randint(0, 14, (count, each), generator=generator, dtype=torch.int64, device=CPU)
     fraction = 1 + torch.rand(count, each, generator=generator, dtype=torch.float64, device=CPU)
-    sign = 1.0 - 2.0 * torch.randint(0, 2, (count, each), generator=generator, device=CPU)
+    sign = 1.0 - 2.0 * torch.randint(0, 2, (count, each), generator=generator, dtype=torch.int64, device=CPU)
     found = (sign * torch.ldexp(fraction, top - below)).clamp(-facts.max, facts.max).to(dtype)
     _spoil(found)
     return patches.joined(found)
@@ -98,14 +98,16 @@ def round_(dtype: torch.dtype, patches: Patches, most: float, seed: int = 1) -> 
     generator = torch.Generator("cpu").manual_seed(seed)
     count, each = patches.down * patches.across, patches.rows * patches.columns
     known = torch.tensor(LARGEST, dtype=torch.float64, device=CPU)
-    largest = known[torch.arange(count, device=CPU) % len(LARGEST)]
+    largest = known[torch.arange(count, dtype=torch.int64, device=CPU) % len(LARGEST)]
     highest = (most / largest).log2().floor().to(torch.int64)
-    down = torch.randint(0, MOST_DECADES, (count,), generator=generator, device=CPU)
+    down = torch.randint(0, MOST_DECADES, (count,), generator=generator, dtype=torch.int64, device=CPU)
     amax = torch.ldexp(largest, highest - down)
     amax[0] = most
     found = (2 * torch.rand(count, each, generator=generator, dtype=torch.float64, device=CPU) - 1) * amax[:, None]
     # a few codes are far smaller than the others
-    found *= torch.exp2(-torch.randint(0, 5, found.shape, generator=generator, device=CPU).to(torch.float64))
+    found *= torch.exp2(
+        -torch.randint(0, 5, found.shape, generator=generator, dtype=torch.int64, device=CPU).to(torch.float64)
+    )
     found[:, 0] = amax
     return patches.joined(found.to(dtype))
 
@@ -120,7 +122,7 @@ def ties(x: Tensor, patches: Patches, recipe: Recipe, amax: Tensor | None) -> Te
     both = fmt.decode(parts, recipe), fmt.decode(_next_codes(parts, recipe), recipe)
     middle = ((both[0].double() + both[1].double()) / 2).to(x.dtype)
     integers = INTEGERS[x.itemsize]
-    steps = torch.arange(x.numel(), device=CPU).view(x.shape) % 3 - 1
+    steps = torch.arange(x.numel(), dtype=torch.int64, device=CPU).view(x.shape) % 3 - 1
     beside = (middle.view(integers) + steps.to(integers)).view(x.dtype)
     found = patches.cut(torch.where(middle == 0, middle, beside)).clone()
     own = patches.cut(x)

@@ -160,8 +160,8 @@ def _encoded(value: Tensor, at: Positions, *, root: bool) -> QuantizedTensor:
     if value.numel():
         rows = encode_moment(as_rows(value), at, root=root)
     else:
-        rows = {spec.name: torch.empty(spec.shape(value.shape), dtype=spec.dtype) for spec in specs_of(RECIPE)}
-    parts = {spec.name: rows[spec.name].view(spec.shape(value.shape)).to(value.device) for spec in specs_of(RECIPE)}
+        rows = {spec.name: value.new_empty(spec.shape(value.shape), dtype=spec.dtype) for spec in specs_of(RECIPE)}
+    parts = {spec.name: rows[spec.name].view(spec.shape(value.shape)) for spec in specs_of(RECIPE)}
     return QuantizedTensor.from_parts(parts, RECIPE, torch.float32)
 
 

@@ -213,5 +213,7 @@ def _moment(x: Tensor, number: int) -> Tensor:
     """Return a state, of either sign (0) or of squares (1)."""
     generator = torch.Generator("cpu").manual_seed(4 + number)
     made = torch.randn(x.shape, generator=generator, dtype=torch.float32, device=CPU)
-    made = made * torch.exp2(-torch.randint(0, 40, x.shape, generator=generator, device=CPU).to(torch.float32))
+    made = made * torch.exp2(
+        -torch.randint(0, 40, x.shape, generator=generator, dtype=torch.int64, device=CPU).to(torch.float32)
+    )
     return made.square() if number else made
