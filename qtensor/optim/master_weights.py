@@ -166,6 +166,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             "_fresh": self._fresh,
             "_written": self._written.records(),
             "_states": self._states,
+            "_torn": self._torn,
             "_remainders": self._remainders,
         }
 
@@ -349,6 +350,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         held = self._states.remainders if self._states is not None else {}
         master_states.check_masters(self._masters | held, saved)
         counters = [] if self._states is None else self._states.counters_of(self.param_groups)
+        converted = None
+        if self._states is not None or master_states.has_compressed(saved):
+            from qtensor.optim.compressed.entries import converted_states
+            from qtensor.optim.compressed.storage import Storage
+
+            # what it refuses, it refuses before anything is loaded
+            converted = converted_states(saved, Storage() if self._states is None else self._states.storage)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._torn = False
         for group, own in zip(self.param_groups, counters, strict=False):
@@ -358,12 +366,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._start_anew(self._masters)
         # torch restores an optimizer before its model, so the loaded masters hold until the next step writes them
         self._written.forget(saved)
-        if self._states is not None or master_states.has_compressed(saved):
-            from qtensor.optim.compressed.entries import converted_states
-            from qtensor.optim.compressed.storage import Storage
-
-            storage = Storage() if self._states is None else self._states.storage
-            moments, others = converted_states(saved, storage)
+        if converted is not None:
+            moments, others = converted
             self._inner.load_state_dict(master_states.for_inner(self.param_groups, others))
             for param, entries in moments.items():
                 if entries:

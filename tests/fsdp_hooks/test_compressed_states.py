@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantized_model_init, share_scales
@@ -311,3 +311,25 @@ def written_where_others_moved() -> None:
 
 def test_a_shard_that_no_step_has_written_is_written_where_others_moved() -> None:
     run_ranks(2, written_where_others_moved)
+
+
+def steps_with_gradients_placed_otherwise() -> None:
+    """They are brought to their weights' places, as the step begins, also where a shard is empty."""
+    models = [shard(built("mxfp8", "quantized")) for _ in range(2)]
+    optimizers = [optimizer_of(model) for model in models]
+    for step in range(2):
+        for model in models:
+            gradients(model, step)
+        for param in models[1].parameters():
+            assert isinstance(param.grad, DTensor)
+            grad = param.grad.full_tensor()
+            placed = [Replicate()] * param.device_mesh.ndim
+            param.grad = DTensor.from_local(grad, param.device_mesh, placed, run_check=False)
+        for optimizer in optimizers:
+            optimizer.step()
+    found, expected = (tensors_of(*pair) for pair in zip(models[::-1], optimizers[::-1], strict=True))
+    assert_same(found, expected, "gradients that are replicated")
+
+
+def test_gradients_may_be_placed_otherwise() -> None:
+    run_ranks(2, steps_with_gradients_placed_otherwise)

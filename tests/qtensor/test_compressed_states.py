@@ -784,3 +784,28 @@ def test_shards_without_elements_step(moments: str) -> None:
         for param in empty:
             param.grad = torch.empty_like(param)
         optimizer.step()
+
+
+class _Foreign(Tensor):
+    pass
+
+
+def test_a_moment_of_another_library_is_refused_before_anything_is_loaded() -> None:
+    _, optimizer = trained()
+    before = state_of(optimizer)
+    model, other = trained()
+    train(model, other, 5)
+    saved = state_of(other)
+    (number,) = (number for number, own in saved["state"].items() if own["exp_avg"].shape == (3, 32))
+    saved["state"][number]["exp_avg"] = torch.zeros(3, 32).as_subclass(_Foreign)
+    with pytest.raises(ValueError, match=r"'exp_avg' of a parameter of shape \(3, 32\) is a _Foreign"):
+        optimizer.load_state_dict(saved)
+    assert_same_state(state_of(optimizer), before, "nothing was loaded")
+
+
+def test_a_copy_of_an_optimizer_that_failed_knows_it() -> None:
+    model, optimizer = trained()
+    optimizer._torn = True
+    _, same = copy.deepcopy((model, optimizer))
+    with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
+        same.step()

@@ -127,6 +127,11 @@ def converted(own: Mapping[str, Any], param: Tensor, how: str, *, keep: bool = F
 
 def _placed(name: str, value: Tensor, param: Tensor) -> Tensor:
     """Return a moment on the parameter's device, sharded as it is."""
+    if type(local_of(value)) not in (Tensor, torch.nn.Parameter) and not isinstance(local_of(value), QuantizedTensor):
+        raise ValueError(
+            f"MasterWeightOptimizer.load_state_dict: {name!r} of a parameter of shape {tuple(param.shape)} is a "
+            f"{type(local_of(value)).__name__}, whose values are not known here; load it as a plain tensor"
+        )
     if isinstance(value, DTensor) != isinstance(param, DTensor):
         kinds = ["sharded" if isinstance(each, DTensor) else "no DTensor" for each in (value, param)]
         raise ValueError(

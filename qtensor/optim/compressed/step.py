@@ -139,11 +139,9 @@ class CompressedStates:
         """Return the entries of a state dict that hold a master."""
         if param not in self.remainders:
             return {} if master is param else {MASTER: master}
-        loaded = self.loaded.get(param)
-        if loaded is None:
-            say_initial_value(param, self.remainders[param])
-        if loaded is not None:
-            return {MASTER: loaded}
+        if param in self.loaded:
+            return {MASTER: self.loaded[param]}
+        say_initial_value(param, self.remainders[param])
         return {REMAINDER: self.remainders[param], MARK: recipe_mark(param)}
 
     def take(
@@ -173,6 +171,8 @@ class CompressedStep:
         stepped, fresh = weights.stepped, weights.fresh
         # counted where ranks have agreed: one that failed before is to draw with the others again
         self._counts = [group.get(COUNT, 0) + 1 for group in inner.param_groups]
+        # here, once each and in one order: it is a collective, and weights step at other times on other ranks
+        self._grads = {param: _gradient(param) for param in stepped}
         self._stepped, self._fresh = {id(param) for param in stepped}, fresh
         self.claims: dict[Tensor, Tensor] = {}
         self.moved: dict[Tensor, Tensor] = {}
@@ -255,7 +255,9 @@ class CompressedStep:
             # its state is that of what stands for it in the inner optimizer's groups
             state = self._inner.state.get(self._masters[param]) or {}
             guests.append(_Guest(param, master, expand(state, param) if self._steps(param) else {}, before))
-        with _as_groups(self._inner, [guest for guest in guests if self._steps(guest.param)], self._groups):
+        stepping = [guest for guest in guests if self._steps(guest.param)]
+        grads = [self._grads[guest.param].to(torch.float32) for guest in stepping]
+        with _as_groups(self._inner, stepping, grads, self._groups):
             self._inner.step()
         return guests
 
@@ -316,15 +318,17 @@ class CompressedStep:
 
 
 @contextmanager
-def _as_groups(inner: torch.optim.Optimizer, guests: Sequence[_Guest], groups: Mapping[Tensor, int]) -> Iterator[None]:
+def _as_groups(
+    inner: torch.optim.Optimizer, guests: Sequence[_Guest], grads: Sequence[Tensor], groups: Mapping[Tensor, int]
+) -> Iterator[None]:
     """Inside, the groups of an optimizer hold the masters of these alone, with their gradients and states."""
     everything = [group["params"] for group in inner.param_groups]
     steps = [guest.master.detach() for guest in guests]
     try:
         for group in inner.param_groups:
             group["params"] = []
-        for guest, master in zip(guests, steps, strict=True):
-            master.grad = _gradient(guest.param)
+        for guest, master, grad in zip(guests, steps, grads, strict=True):
+            master.grad = grad
             inner.param_groups[groups[guest.param]]["params"].append(master)
             if guest.state:
                 inner.state[master] = guest.state
@@ -339,14 +343,14 @@ def _as_groups(inner: torch.optim.Optimizer, guests: Sequence[_Guest], groups: M
 
 
 def _gradient(param: Tensor) -> Tensor:
-    """Return a parameter's gradient as its shard's, in fp32."""
+    """Return a parameter's gradient as its shard's; a collective if it is placed otherwise."""
     grad = param.grad
     assert grad is not None
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         if (grad.device_mesh, grad.placements) != (param.device_mesh, param.placements):
             grad = grad.redistribute(param.device_mesh, param.placements)
         grad = local_of(grad)
-    return grad.to(torch.float32)
+    return grad
 
 
 def _share_scales(params: Sequence[Tensor]) -> dict[Tensor, CutBlocks | None]:
