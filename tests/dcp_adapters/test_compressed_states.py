@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -20,7 +19,7 @@ from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
 from tests.fsdp_hooks.cases import RECIPES, Net, build, exchanged, shard
 from tests.fsdp_hooks.test_compressed_states import CASES, ROWS, assert_same, built, optimizer_of, train, whole
 from tests.optimizer_states import copied
-from tests.ranks import run_ranks, run_ranks_each
+from tests.ranks import own_group, run_ranks, run_ranks_each
 from tests.sampling import sampled
 
 Held = dict[str, Any]
@@ -124,15 +123,14 @@ def in_the_background(base: Path) -> None:
     optimizer = optimizer_of(model)
     train(model, optimizer)
     saved = whole(model, optimizer)
-    state, upload = state_of(model, optimizer, "nested"), dist.new_group(backend="gloo")
-    future: Any = dcp.async_save(
-        state, checkpoint_id=path_of(base, case), planner=QuantizedSavePlanner(), process_group=upload
-    )
-    train(model, optimizer, range(3, 5))  # into the same memory, meanwhile
-    future.result()
-    go_on(0, [case], base, "nested", [(saved, whole(model, optimizer))])
-    dist.barrier()
-    dist.destroy_process_group(upload)
+    state = state_of(model, optimizer, "nested")
+    with own_group(backend="gloo") as upload:
+        future: Any = dcp.async_save(
+            state, checkpoint_id=path_of(base, case), planner=QuantizedSavePlanner(), process_group=upload
+        )
+        train(model, optimizer, range(3, 5))  # into the same memory, meanwhile
+        future.result()
+        go_on(0, [case], base, "nested", [(saved, whole(model, optimizer))])
 
 
 def test_a_save_in_the_background_holds_the_moment_of_the_call(shared_tmp_path: Path) -> None:
