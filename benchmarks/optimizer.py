@@ -40,7 +40,7 @@ from benchmarks.simulated_ranks import as_rank
 from benchmarks.timing import Contender, interleaved, ratio
 from qtensor import Float8CurrentScaling, MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, quantize
 from qtensor.optim import inner_step
-from qtensor.optim import master_weights as optim
+from qtensor.optim import master_step as optim
 from qtensor.spec.recipes import Recipe
 
 THREADS = 2

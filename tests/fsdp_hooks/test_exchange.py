@@ -31,7 +31,7 @@ from qtensor import (
     stochastic_rounding,
 )
 from qtensor.model.loading import quantize_dense_entries
-from qtensor.optim import master_weights
+from qtensor.optim import master_step
 from qtensor.spec.registry import tensor_wide
 from tests.fsdp_hooks.cases import Collectives, assert_same_bytes, exchanged, local, mesh_of
 from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
@@ -354,7 +354,7 @@ def _fails_to_copy() -> None:
     dense = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     dense.grad = torch.ones_like(dense)
     optimizer = MasterWeightOptimizer(torch.optim.SGD, [*model().parameters(), dense], lr=0.1)
-    with patch.object(master_weights, "copy_many", _copies_nothing) if dist.get_rank() == 1 else nullcontext():
+    with patch.object(master_step, "copy_many", _copies_nothing) if dist.get_rank() == 1 else nullcontext():
         optimizer.step()
 
 

@@ -222,7 +222,7 @@ def _waits(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _where() -> str:
-    """The innermost frame of the packages, or of FSDP2: `qtensor/optim/master_weights.py step`."""
+    """The innermost frame of the packages, or of FSDP2: `qtensor/optim/master_step.py step`."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

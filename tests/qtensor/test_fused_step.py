@@ -102,7 +102,7 @@ def cpu_for_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(fused, "FUSED_ON", {"cpu"}),
         mock.patch("qtensor.optim.fused.tasks.FUSED_ON", {"cpu"}),
-        mock.patch("qtensor.optim.master_weights.available", return_value=True),
+        mock.patch("qtensor.optim.master_step.available", return_value=True),
         use_kernels("auto"),
     ):
         yield
