@@ -1,15 +1,15 @@
-"""Calls that do the same again: new tensors, and one launch of code that is known.
+"""Calls that do the same again: new tensors, and launches of code that is known.
 
 What stands around a launch (dtypes, shapes, tiles, grids, constants) follows from how the given tensors lie in memory,
 never from their values. So a call whose tensors lie as those of an earlier one launches the same code with the same
 numbers, and only addresses are new. The earlier call is heard: which launches it made, with what, and which operations
-of torch. If it made one launch, of tensors that were given and tensors that it returned, and torch did nothing but make
-these and look at memory in other ways, later calls are a `Replay`: the same tensors made, the same code launched.
+of torch. If its launches took tensors that were given and tensors that it made, and torch did nothing but make these
+and look at memory in other ways, later calls are a `Replay`: the same tensors made, the same code launched, in order.
 
     kernels.decode(parts)    layout of the parts known?  -> replay
                              else: the format's function, heard, and kept if it can be replayed
 
-Anything else (a second launch, a fill, a copy, tensors that are neither given nor returned) is never kept.
+Anything else (a fill, a copy, memory that came from elsewhere) is never kept.
 """
 
 import operator
@@ -48,6 +48,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
+        self.made: list[Tensor] = []  # held, so that no two of them have the same address
         self.others = False  # whether it did what can not be repeated
 
 
@@ -76,8 +77,11 @@ class _Listening(TorchDispatchMode):
             result = func.decompose(*args, **(kwargs or {}))
         if result is not NotImplemented:
             return result
+        result = func(*args, **(kwargs or {}))
+        if func in MAKE:
+            self.heard.made.append(result)
         self.heard.others |= func not in MAKE | LOOK
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 @contextmanager
@@ -129,14 +133,21 @@ def replayed(kernel: Kernel, given: Sequence[Tensor], call: Callable[[], Sequenc
     return made
 
 
-class Replay(NamedTuple):
-    """A call that was heard."""
+class Again(NamedTuple):
+    """A launch of a call that was heard."""
 
     code: Any
     grid: tuple[int, int, int]
-    order: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # the launch's tensors, of those given and made
+    order: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # its tensors, of those given and made
     rest: tuple[Any, ...]  # numbers and constants
+
+
+class Replay(NamedTuple):
+    """A call that was heard."""
+
+    launches: tuple[Again, ...]
     made: tuple[tuple[torch.Size, torch.dtype], ...]
+    returned: int  # how many of those made; others are read and written by the launches alone
 
     def again(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         """Return what the call returns for tensors of the same layout; None if new tensors are not aligned."""
@@ -145,8 +156,10 @@ class Replay(NamedTuple):
         for tensor in made:
             if tensor.data_ptr() % ALIGNED:
                 return None
-        self.code[self.grid](*self.order([*given, *made]), *self.rest)
-        return made
+        tensors = [*given, *made]
+        for code, grid, order, rest in self.launches:
+            code[grid](*order(tensors), *rest)
+        return made[: self.returned]
 
 
 def layout_of(given: Sequence[Tensor]) -> Layout | None:
@@ -169,21 +182,28 @@ def layout_of(given: Sequence[Tensor]) -> Layout | None:
 
 def replay_of(heard: Heard, given: Sequence[Tensor], made: Sequence[Tensor]) -> Replay | None:
     """Return the replay of a call that took `given` and returned `made`; None if it can not be replayed."""
-    if heard.others or len(heard.launches) != 1:
+    if heard.others or not heard.launches:
         return None
-    ((code, grid, args, constants),) = heard.launches
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    numbers = args[len(tensors) :]
-    known = [_memory(tensor) for tensor in (*given, *made)]
-    places = [known.index(_memory(tensor)) if _memory(tensor) in known else -1 for tensor in tensors]
-    clear = len({*known}) == len(known) and -1 not in places and not any(isinstance(arg, Tensor) for arg in numbers)
-    # each new tensor is what the launch wrote, and begins where it was made
-    wrote = {*range(len(given), len(known))} <= {*places} and all(tensor.is_contiguous() for tensor in made)
-    if not clear or not wrote or any(address % ALIGNED for address, _ in known):
+    returned = {_memory(tensor) for tensor in made}
+    between = [tensor for tensor in heard.made if _memory(tensor) not in returned]
+    known = [_memory(tensor) for tensor in (*given, *made, *between)]
+    # which of two that share memory a launch was given, nobody could tell
+    if len({*known}) != len(known) or any(address % ALIGNED for address, _ in known):
         return None
-    # operator.itemgetter of one place returns no tuple; a launch has two tensors at least
-    order = operator.itemgetter(*places)
-    return Replay(code, grid, order, (*numbers, *constants), tuple((tensor.shape, tensor.dtype) for tensor in made))
+    found, reached = [], set()
+    for code, grid, args, constants in heard.launches:
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        numbers = args[len(tensors) :]
+        if any(isinstance(arg, Tensor) for arg in numbers) or any(_memory(each) not in known for each in tensors):
+            return None
+        places = [known.index(_memory(tensor)) for tensor in tensors]
+        reached |= {*places}
+        # operator.itemgetter of one place returns no tuple; a launch has two tensors at least
+        found.append(Again(code, grid, operator.itemgetter(*places), (*numbers, *constants)))
+    # each new tensor is what the launches wrote, and begins where it was made
+    if not {*range(len(given), len(known))} <= reached or not all(tensor.is_contiguous() for tensor in made):
+        return None
+    return Replay(tuple(found), tuple((tensor.shape, tensor.dtype) for tensor in (*made, *between)), len(made))
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

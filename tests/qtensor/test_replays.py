@@ -1,4 +1,4 @@
-"""Which calls may be replayed: those that made new tensors, and launched one kernel over these and what was given."""
+"""Which calls may be replayed: those that made new tensors, and launched kernels over these and what was given."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Doubling:
 
 
 CODE = Doubling()
+ELSEWHERE = torch.ones(32)
 
 
 def launch(*args: Tensor) -> None:
@@ -77,7 +78,50 @@ def test_a_replay_launches_the_same_over_new_memory() -> None:
     assert again is not None
     assert torch.equal(again[0], (70 * (a + 1)).view(4, 8))
     assert torch.equal(made[0], (70 * a).view(4, 8))
-    assert (replay.grid, replay.rest) == ((3, 1, 1), (5, 7))
+    assert [(each.grid, each.rest) for each in replay.launches] == [((3, 1, 1), (5, 7))]
+
+
+def in_two(a: Tensor, b: Tensor) -> list[Tensor]:
+    between = torch.empty(32)
+    launch(a, b, between)
+    made = torch.empty(4, 8)
+    launch(between, b, made)
+    return [made]
+
+
+def test_launches_are_made_again_in_their_order() -> None:
+    """What is between them is new memory, too, and not returned."""
+    a, b = given()
+    found, made = heard(in_two, a, b)
+    replay = replay_of(found, (a, b), made)
+    assert replay is not None
+    again = replay.again((a + 1, b))
+    assert again is not None
+    assert len(again) == 1
+    assert torch.equal(again[0], (70 * 70 * (a + 1)).view(4, 8))
+    assert torch.equal(made[0], (70 * 70 * a).view(4, 8))
+
+
+def test_memory_that_a_call_gives_back_is_not_taken_for_that_of_the_next() -> None:
+    """An allocator hands the same address out again: the second launch may read what the first one wrote, or not."""
+    addresses = []
+
+    def reused(a: Tensor, b: Tensor) -> list[Tensor]:
+        for _ in range(2):
+            between = torch.empty(32)
+            launch(a, b, between)
+            addresses.append(between.data_ptr())
+            del between
+        made = torch.empty(4, 8)
+        launch(a, b, made)
+        return [made]
+
+    a, b = given()
+    found, made = heard(reused, a, b)
+    assert len({*addresses}) == 2
+    replay = replay_of(found, (a, b), made)
+    assert replay is not None
+    assert len(replay.made) == 3
 
 
 def filled(a: Tensor, b: Tensor) -> list[Tensor]:
@@ -92,10 +136,10 @@ def copied(a: Tensor, b: Tensor) -> list[Tensor]:
     return [made]
 
 
-def twice(a: Tensor, b: Tensor) -> list[Tensor]:
+def from_elsewhere(a: Tensor, b: Tensor) -> list[Tensor]:
     made = torch.empty(4, 8)
     launch(a, b, made)
-    launch(a, b, made)
+    launch(ELSEWHERE, b, made)
     return [made]
 
 
@@ -120,7 +164,7 @@ def a_piece(a: Tensor, b: Tensor) -> list[Tensor]:
     return [made]
 
 
-@pytest.mark.parametrize("call", [filled, copied, twice, through_another, never, unknown, a_piece])
+@pytest.mark.parametrize("call", [filled, copied, from_elsewhere, through_another, never, unknown, a_piece])
 def test_what_does_more_is_not_kept(call: Call) -> None:
     a, b = given()
     found, made = heard(call, a, b)
