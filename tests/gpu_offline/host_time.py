@@ -14,7 +14,8 @@ The GPU is one that does nothing (idle.py). Programs are those of a training ste
     FSDP2               forward and backward of 28 linears in four groups, for each of them
     step of 28, of 256  MasterWeightOptimizer's, of so many weights that take its fused way, for each of them
 
-`torch` is the format of the same on a bf16 weight. Calls and instructions are the same in every run: calls have budgets
+`torch` is the format of the same on a bf16 weight. `hooks` is that of a bf16 weight whose hooks around a gather do
+nothing: what FSDP2 itself takes for such weights. Calls and instructions are the same in every run: calls have budgets
 (test_host_time.py). Time is that of a machine, and of its other load.
 """
 
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
 
 import qtensor as qt
 from tests.gpu_offline.idle import Launcher, idle_gpu
@@ -87,10 +89,37 @@ def refilled(weight: Any, ranks: int) -> Program:
     return lambda: weight.fsdp_post_all_gather(received, rows, torch.bfloat16, out=gathered)
 
 
-def sharded(recipe: Any) -> Program:
+class Hooked(Tensor):
+    """The least wrapper of a plain weight, with FSDP2's hooks."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Hooked:
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*given[0], **given[1]))
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        return (self.inner,), None
+
+    def fsdp_post_all_gather(self, outputs: tuple[Tensor, ...], metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (outputs[0].view(-1, SIZE), outputs)
+
+
+def sharded(recipe: Any, *, hooked: bool = False) -> Program:
     """Forward and backward of a model under FSDP2."""
     with torch.device("cuda"), nullcontext() if recipe is None else qt.quantized_model_init(recipe):
         layers = [nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16) for _ in range(LAYERS)]
+    for layer in layers if hooked else ():
+        layer.weight = nn.Parameter(Hooked(layer.weight.detach()))
     net = nn.Sequential(*[nn.Sequential(*layers[first : first + GROUP]) for first in range(0, LAYERS, GROUP)])
     mesh = init_device_mesh("cuda", (RANKS,))
     for each in (*net, net):
@@ -133,8 +162,8 @@ def programs() -> Iterator[tuple[str, str, Program, int]]:
         yield name, "pre_all_gather", lambda weight=weight: asked(weight), 1  # type: ignore[misc]
         yield name, "post_all_gather", refilled(weight, RANKS), 1
         yield name, "post_all_gather, one rank", refilled(weight, 1), 1
-    for name, recipe in {"torch": None, **FORMATS}.items():
-        yield name, "FSDP2", sharded(recipe), LAYERS
+    for name, recipe in {"torch": None, "hooks": None, **FORMATS}.items():
+        yield name, "FSDP2", sharded(recipe, hooked=name == "hooks"), LAYERS
     for name, trained in FORMATS.items():
         for count in STEPPED:
             yield name, f"step of {count}", stepped(trained, count), count
