@@ -18,12 +18,13 @@ COMMANDS = {  # name: its module in this folder, what the list of commands says 
     "inspect": ("inspect", "list tensors, formats and sizes"),
     "report": ("report.command", "write a page with pictures"),
     "verify": ("verify", "check that nothing is missing or damaged"),
+    "check": ("check", "what is it, and would an engine misread it?"),
     "digest": ("digest", "one value for all weights"),
     "diff": ("diff", "compare two checkpoints"),
     "convert": ("convert", "write a copy in another format"),
     "export": ("export", "write what inference engines load"),
-    "delta": ("delta", "write what changed between two states"),
-    "apply": ("apply", "write the state that deltas lead to"),
+    "delta": ("deltas.delta", "write what changed between two states"),
+    "apply": ("deltas.apply", "write the state that deltas lead to"),
 }
 ABOUT = """\
 Look at, check, digest, compare, convert, patch and export PyTorch distributed checkpoints with quantized tensors in
@@ -35,6 +36,7 @@ examples:
   %(prog)s inspect runs/step-1000                    what is in it?
   %(prog)s report runs/step-1000 --against dense     a page to look at: how well are the weights kept?
   %(prog)s verify runs/step-1000                     is it whole and undamaged?
+  %(prog)s check exported --against original         would an engine misread it?
   %(prog)s digest runs/step-1000 exported            are these the same weights?
   %(prog)s diff runs/step-1000 runs/step-2000        what changed, and by how much?
   %(prog)s convert runs/step-1000 out --to nvfp4     the same weights in another format

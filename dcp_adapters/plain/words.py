@@ -53,3 +53,8 @@ def in_natural_order(names: Iterable[str]) -> list[str]:
         return [(text, len(number) if digits else -1, number) for text, digits, number in pieces]
 
     return sorted(names, key=key)
+
+
+def names_in(said: object) -> list[str]:
+    """Return the names in a list of a JSON file; none if it is no list."""
+    return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []

@@ -4,6 +4,7 @@ One group of linears for each scheme. Global scales are stored as reciprocals, t
 that are rotated at run time stand in its `transform_config`.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from dcp_adapters.hf.layouts.layout import (
 )
 from dcp_adapters.hf.layouts.registry import register_layout
 from dcp_adapters.hf.layouts.rotations import transform_config
-from dcp_adapters.plain.words import few_of, short, short_each
+from dcp_adapters.plain.words import few_of, names_in, short, short_each
 from qtensor.formats.int4 import GROUPS
 
 WEIGHTS = ("num_bits", "type", "strategy", "group_size", "symmetric")  # what decides how weights decode
@@ -152,17 +153,15 @@ class CompressedTensors(Layout):
         # Patterns come from the directory, which is not trusted: one that could match for ever is refused.
         longest = max(map(len, directory.tensors), default=0)
         try:
-            targets = [
-                _Target(group, name, bounded(name[3:], longest) if name.startswith("re:") else None)
-                for group in groups.values()
-                for name in group["targets"]
-            ]
+            targets = [_Target.of(name, longest, group) for group in groups.values() for name in group["targets"]]
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"{where} has a target that is no pattern: {error}; name the modules") from error
         except ValueError as error:
             raise ValueError(f"{where} has a target that is not used: {error}; name the modules") from error
         kv_cache = kv_cache_problem(said.get("kv_cache_scheme"))
-        return CompressedTensorsClaims(layout=self, kv_cache=kv_cache, targets=targets)
+        return CompressedTensorsClaims(
+            layout=self, kv_cache=kv_cache, targets=targets, left=names_in(said.get("ignore")), longest=longest
+        )
 
 
 def _check_rotated(linears: Linears) -> None:
@@ -184,6 +183,11 @@ class _Target:
     name: str
     pattern: re.Pattern[str] | None
 
+    @classmethod
+    def of(cls, name: str, longest: int, group: Mapping[str, Any]) -> "_Target":
+        """Return a target by its name; `longest`: characters of a name that it is compared with."""
+        return cls(group, name, bounded(name[3:], longest) if name.startswith("re:") else None)
+
     def rank(self, module: str) -> int | None:
         """Return how exactly it means a module: 0 by name, 1 by pattern, 2 by class; None if it does not mean it."""
         if self.pattern is not None:
@@ -194,9 +198,22 @@ class _Target:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedTensorsClaims(Claims):
-    """What the groups say of the modules that are their targets."""
+    """What the groups say of the modules that are their targets.
+
+    Attributes:
+        targets: of all groups.
+        left: the names and patterns of `ignore`, as they stand there.
+        longest: characters of the longest name of a tensor.
+    """
 
     targets: list[_Target]
+    left: list[str]
+    longest: int
+
+    @functools.cached_property
+    def ignored(self) -> list[_Target]:
+        """What `left` means; a pattern that could take for ever raises ValueError, for whoever asks."""
+        return [_Target.of(name, self.longest, {}) for name in self.left]
 
     def problem(self, module: str, scheme: Scheme) -> str | None:
         """Compare the scheme with the groups of the most exact targets, which decide."""
@@ -206,6 +223,16 @@ class CompressedTensorsClaims(Claims):
         best = min(rank for rank, _ in ranked)
         problems = [self._compare(group, scheme) for rank, group in ranked if rank == best]
         return None if None in problems else problems[0]
+
+    def left_alone_by(self, module: str) -> str | None:
+        """Return the name of `ignore`, or the pattern, that means the module; names of classes are not known here."""
+        exact = (0, 1)
+        return next((target.name for target in self.ignored if target.rank(module) in exact), None)
+
+    def means_linear(self, module: str) -> bool:
+        """Return whether a group has it as a target, and it is not left alone."""
+        meant = any(target.rank(module) is not None for target in self.targets)
+        return meant and self.left_alone_by(module) is None
 
     def said_of(self, module: str) -> str:
         """Return what the first of the most exact targets says."""

@@ -23,7 +23,7 @@ from dcp_adapters.hf.layouts.layout import (
     StoredAs,
 )
 from dcp_adapters.hf.layouts.registry import register_layout
-from dcp_adapters.plain.words import short_each
+from dcp_adapters.plain.words import names_in, short_each
 from qtensor.formats.float8_blocks import BLOCK, Float8BlockScaling
 
 POWERS_OF_TWO = "ue8m0"  # what scale_fmt says
@@ -70,7 +70,7 @@ class Float8Blocks(Layout):
                     f"{directory.path}: the quantization_config of config.json says {key} {short_each(said.get(key))}, "
                     f"which the library does not read; expected {expected}"
                 )
-        ignored = frozenset(name for key in IGNORED for name in _names(said.get(key)))
+        ignored = frozenset(name for key in IGNORED for name in names_in(said.get(key)))
         blocks = Float8BlockScaling(power_of_two=said.get("scale_fmt") == POWERS_OF_TWO)
         return Float8BlocksClaims(layout=self, kinds={**KINDS, "fp8_block": blocks}, said=said, ignored=ignored)
 
@@ -112,15 +112,14 @@ class Float8BlocksClaims(Claims):
             problems.append("that it is left alone")
         return f"config.json says {'; '.join(problems)}" if problems else None
 
+    def left_alone_by(self, module: str) -> str | None:
+        """Return a name that ends the module's, or is that of a module around it."""
+        return next((name for name in sorted(self.ignored) if is_meant(name, module)), None)
+
     def said_of(self, module: str) -> str:
         """Return the size of the blocks."""
         size = self.said.get("weight_block_size")
         return "" if size is None else f"weight_block_size {short_each(size)}"
-
-
-def _names(said: Any) -> list[str]:
-    """Return the names in a list; none if nothing is said."""
-    return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
 
 
 FP8 = Float8Blocks(

@@ -49,8 +49,16 @@ class GptOssClaims(Claims):
 
     def problem(self, module: str, scheme: Scheme) -> str | None:
         """Say that a module is named as not quantized, or is inside of such a module."""
-        named = next((name for name in self.left if fnmatchcase(f"{module}.", f"{name}.*")), None)
+        named = self.left_alone_by(module)
         return None if named is None else f"config.json says by modules_to_not_convert that {named} is not quantized"
+
+    def left_alone_by(self, module: str) -> str | None:
+        """Return a name or pattern that means the module, or one around it."""
+        return next((name for name in self.left if fnmatchcase(f"{module}.", f"{name}.*")), None)
+
+    def means_linear(self, module: str) -> bool:
+        """Return False: weights of all experts are quantized, and no linear is."""
+        return False
 
 
 GPT_OSS = GptOss(name="mxfp4", schemes=SCHEMES, experts="all", models=frozenset({"gpt_oss"}))

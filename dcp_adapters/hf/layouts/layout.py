@@ -257,6 +257,14 @@ class Claims:
         """Return what is said of a module's weights, in few words; "" if nothing is."""
         return ""
 
+    def left_alone_by(self, module: str) -> str | None:
+        """Return the name, of those the JSON leaves alone, by which engines pass this module over; None: by none."""
+        return None
+
+    def means_linear(self, module: str) -> bool:
+        """Return whether engines make a quantized linear of a module of this name, if it is a linear."""
+        return self.left_alone_by(module) is None
+
 
 def differing(said: Mapping[str, Any], expected: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
     """List what differs from what is expected, of the keys that both have; None counts as not said."""

@@ -6,6 +6,7 @@ stored as they are: tensor-wide ones have no dims, those of rows one.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from dcp_adapters.hf.files.directory import Directory
@@ -22,7 +23,7 @@ from dcp_adapters.hf.layouts.layout import (
     differing,
 )
 from dcp_adapters.hf.layouts.registry import register_layout
-from dcp_adapters.plain.words import short
+from dcp_adapters.plain.words import names_in, short
 
 _WEIGHT = StoredAs("payload", "weight")
 _SCALE = StoredAs("scale", "weight_scale")
@@ -34,6 +35,7 @@ OF_LAYOUT = {"name": "modelopt", "version": "0.47.0"}
 FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 NVFP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 SAID = ("quant_algo", "group_size")  # of each linear
+IGNORED = ("exclude_modules", "ignore")  # names of modules; of hf_quant_config.json, and of config.json
 KV_CACHE = ("FP8", None)  # None: nothing is said
 SCHEMES = {
     Scheme("fp8_tensor", "static"): SchemeEntry(
@@ -173,12 +175,26 @@ class ModelOptClaims(Claims):
                 return f"{file} says {'; '.join(problems)}"
         return None
 
+    def left_alone_by(self, module: str) -> str | None:
+        """Return a name that occurs in the module's, or a pattern (with *) that fits it."""
+        names = [name for _, record in self.said for key in IGNORED for name in names_in(record.get(key))]
+        return next((name for name in names if _passes_over(name, module)), None)
+
+    def means_linear(self, module: str) -> bool:
+        """Return whether it is one of the layers, if these are named, and not left alone."""
+        layers = self.said[0][1].get("quantized_layers")
+        return self.left_alone_by(module) is None and (not layers or _nearest(layers, module) is not None)
+
     def said_of(self, module: str) -> str:
         """Return its algorithm."""
         record = self.said[0][1]
         layers = record.get("quantized_layers") or {}
         own = (_nearest(layers, module) if layers else None) or record
         return short(own.get("quant_algo"))
+
+
+def _passes_over(ignored: str, module: str) -> bool:
+    return fnmatchcase(module, ignored) if "*" in ignored else ignored in module
 
 
 def _nearest(layers: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
