@@ -248,7 +248,8 @@ class _AlikeTensors:
             at_once = max(1, STACK // self.nbytes)
             for start in range(0, len(self.tensors), at_once):
                 some = torch.stack(self.tensors[start : start + at_once])
-                yield self._blocks(some.view(len(some), -1).view(torch.uint8))
+                # a stack of tensors in channels_last is no contiguous one
+                yield self._blocks(some.reshape(len(some), -1).view(torch.uint8))
             return
         whole = self.nbytes - self.nbytes % (8 * self.words)
         for tensor in self.tensors:

@@ -12,26 +12,27 @@ or 0, int32), not by torch.where: inductor stores what a long chain has come to,
 bool.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-BITS = (3, 16, 17, 18)  # of mantissa, of all grains
-LEASTS = (-14, -6, 0, 2)
+ENOUGH = 2**16  # more than any number that compiled code takes as a constant
 NEARLY = 1 << 10  # fp32 numbers before a power of two
 LEAST = -126  # exponent of the least normal number in fp32: a lattice ends with fp32's own distances
 
 
-def constant(number: int, among: Sequence[int]) -> int:
-    """Return a number as a constant of compiled code, to which a captured number may be a symbol.
+def constant(number: int) -> int:
+    """Return a number of at most 16 bits as a constant of compiled code, to which a captured number may be a symbol.
 
     Shifts by a symbol are no vector code, and inductor clamps to one in fp32.
     """
-    for one in among:
-        if number == one:
-            return one
-    raise AssertionError(number)
+    low, high = -ENOUGH, ENOUGH
+    # each comparison is a guard; between the last two there is one number
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if number >= middle else (low, middle)
+    if number != low:
+        raise AssertionError(number)
+    return low
 
 
 def floor_of(unit: Tensor, least: int) -> Tensor:

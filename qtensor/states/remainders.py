@@ -36,19 +36,27 @@ from qtensor.numerics.tiles import cut_into_tiles, join_tiles, own_rows, packed_
 from qtensor.spec.blocks import BlockFacts, canonical_nan, finite, tile, untile
 from qtensor.spec.format import Grain
 from qtensor.spec.recipes import Recipe
-from qtensor.spec.registry import block_multiple, format_of, row_multiple, specs_of
+from qtensor.spec.registry import block_multiple, format_of, keeps_history, row_multiple, specs_of
 from qtensor.states import lattice
 from qtensor.states.draws import HALF, Positions, bits
 
-BLOCKS = (1, 16, 32, 64, 128)  # elements under a scale, in all formats that have remainders
+FINEST = 22  # bits of mantissa: a lattice lacks at least every other number of fp32
 LARGEST = 2**15 - 1  # a remainder
 APART = 0x3C6EF372  # tells the draws of the second rounding from those of the first
 
 
 def refuse_recipe(recipe: Recipe) -> str | None:
     """Return why masters of such weights cannot be remainders; None: they can."""
-    if format_of(recipe).grain(recipe) is None:
+    grain, block = format_of(recipe).grain(recipe), block_multiple(recipe)
+    if grain is None and keeps_history(recipe):
         return f"{recipe} decides its scales without the values' amax, so a code may stand for values of any size"
+    if grain is None:
+        return f"the format of {recipe} does not say how fine they would be (qtensor.spec.format.Format.grain)"
+    if not 1 <= grain.bits <= FINEST or abs(grain.least) >= -lattice.LEAST or block >= lattice.ENOUGH:
+        return (
+            f"the format of {recipe} has {grain} and blocks of {block}, expected 1 to {FINEST} bits, a least exponent "
+            f"between {lattice.LEAST} and {-lattice.LEAST} and blocks of less than {lattice.ENOUGH}"
+        )
     return None
 
 
@@ -155,8 +163,7 @@ def _grain(recipe: Recipe) -> Grain:
 @functools.cache
 def _rounding(bits: int, *, drawn: bool) -> Kernel:
     def rounding(x: Tensor, keys: Tensor, first: Tensor) -> Tensor:  # [rows, K], [rows, 1], [1]
-        static = lattice.constant(bits, lattice.BITS)
-        return lattice.by_mantissa(x, static, draws_of(x, keys, first, drawn=drawn))
+        return lattice.by_mantissa(x, lattice.constant(bits), draws_of(x, keys, first, drawn=drawn))
 
     return Kernel(rounding, f"round_masters_to_{bits}{'' if drawn else '_nearest'}")
 
@@ -261,8 +268,7 @@ def draws_of(x: Tensor, keys: Tensor, first: Tensor, *, drawn: bool, salt: int =
 
 
 def _constants(grain: Grain, block: int) -> tuple[Grain, int]:
-    bits, least = lattice.constant(grain.bits, lattice.BITS), lattice.constant(grain.least, lattice.LEASTS)
-    return Grain(bits, least), lattice.constant(block, BLOCKS)
+    return Grain(lattice.constant(grain.bits), lattice.constant(grain.least)), lattice.constant(block)
 
 
 def _tiled(x: Tensor, block: int) -> Tensor:

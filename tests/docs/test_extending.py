@@ -33,6 +33,7 @@ from dcp_adapters.hf.reading.verify_directory import verify_directory
 from dcp_adapters.stored.verifying.verify import verify
 from layerwise import Algorithm, Max
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, quantize, quantized_model_init
+from qtensor.optim.compressed.masters import expand_master
 from tests.dcp_adapters.cases import save
 from tests.docs.pages import namespace, page
 from tests.layerwise.small_runs import Case, bytes_of, found, model_of, run
@@ -106,6 +107,20 @@ def test_its_numbers_are_right(tmp_path: Path) -> None:
         assert quantize(x, names["Int8BlockScaling"]()).dequantize().isnan().sum() == 32  # its block alone
         save({"w": q}, tmp_path / "saved")
         assert verify(tmp_path / "saved").findings == ()
+
+
+def test_its_masters_may_be_remainders() -> None:
+    with extended(FORMAT) as names:
+        weight = nn.Parameter(
+            quantize(torch.randn(32, 64) * torch.logspace(-9, 9, 32)[:, None], names["Int8BlockScaling"]())
+        )
+        optimizer = MasterWeightOptimizer(torch.optim.SGD, [weight], lr=0.1, masters="remainder")
+        for _ in range(3):
+            weight.grad = torch.randn(32, 64)
+            optimizer.step()
+            master = expand_master(weight, optimizer.state[weight]["master_remainder"])
+            expected = quantize(master, weight.recipe).parts()
+            assert all(torch.equal(part, expected[name]) for name, part in weight.detach().parts().items())
 
 
 # -- a layout ----------------------------------------------------------------------------------------------------------

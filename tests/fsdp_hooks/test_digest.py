@@ -84,6 +84,8 @@ def test_digests_of_many_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> N
     expected = [bits(*group) for group in groups]
     assert digests(groups).tolist() == expected
     assert bits(large.t()) == bits(large.t().contiguous())
+    images = torch.randn(4, 3, 2, 2)
+    assert bits(images.to(memory_format=torch.channels_last)) == bits(images)
     assert bits(groups[3][0], groups[3][1]) == bits(groups[3][0].clone(), groups[3][1])
     monkeypatch.setattr("fsdp_hooks.kernels.digest.STACK", 1)
     assert digests(groups).tolist() == expected

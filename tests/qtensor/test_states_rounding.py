@@ -111,7 +111,7 @@ def test_two_roundings_of_one_number_are_independent() -> None:
 # -- the lattice by itself ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", lattice.BITS)
+@pytest.mark.parametrize("bits", [3, 15, 16, 17, 18, 20, 22])
 @pytest.mark.parametrize("floor", [-126, -20, 0, 100])
 def test_numbers_of_the_lattice_are_counted(bits: int, floor: int) -> None:
     where = torch.tensor(floor, dtype=torch.int32)
