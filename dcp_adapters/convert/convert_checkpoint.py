@@ -181,6 +181,8 @@ def _is_in_format(tensor: Entry, to: Target) -> bool:
 def _obstacle(tensor: Entry, recipe: Recipe) -> str | None:
     """Why a tensor cannot be quantized, None where it can."""
     multiple, shape = column_multiple(recipe), tensor.shape
+    if tensor.recipe is None and is_remainder(tensor.name):
+        return "its bits are those of an integer, which says of a master what the bytes of its weight do not"
     if tensor.dtype not in APPEARANCE_DTYPES:
         return f"{tensor.kind}, expected bfloat16, float16 or float32"
     if tensor.recipe is None and len(shape) < 2:

@@ -16,8 +16,8 @@ def weights_prefix(paths: Mapping[str, Sequence[Any]], quantized: set[str], like
     the outermost dict of a nested one, which may also hold optimizer states, or if weights are outside of it.
     If nothing is quantized, the keys of the dict whose names are in `like`.
     """
-    # an optimizer's moments may be quantized, too
-    above = [[str(key) for key in paths[name][:-1]] for name in quantized if str(paths[name][-1]) not in IN_8_BITS]
+    # an optimizer's moments may be quantized, too; a last key may be a part's, or all of a flattened state's name
+    above = [[str(key) for key in paths[name][:-1]] for name in quantized if name.rpartition(".")[2] not in IN_8_BITS]
     if all(len(path) == 1 for path in paths.values()):
         return ""
     if not above:
