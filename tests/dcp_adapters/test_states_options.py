@@ -183,7 +183,7 @@ def test_a_state_dict_of_other_parameters_is_refused_and_nothing_is_lost(form: s
     damage(state)
     _step(model, optimizer, 2)
     before, states = bytes_of(model), alone.state_of(optimizer)
-    with pytest.raises((ValueError, RuntimeError), match="load_state_dict: state|match the size|Missing"):
+    with pytest.raises((ValueError, RuntimeError), match=r"load_state_dict: state|match the size|Missing"):
         alone.put(form, model, optimizer, state)
     assert_same_model(model, before, "refused")
     assert_same_state(alone.state_of(optimizer), states, "refused")
