@@ -2,8 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -48,6 +48,48 @@ def quantize_(
         ['0.weight']
         ```
     """
+    chosen, left = choose_linears(model, recipe, include=include, exclude=exclude)
+    for child in chosen.values():
+        weight = child.weight
+        child.weight = nn.Parameter(quantize_weight(weight, recipe), requires_grad=weight.requires_grad)
+    watch_loads(model.modules() if chosen else ())
+    if LOG.isEnabledFor(logging.INFO):
+        log_quantized("quantize_", recipe, [child.weight for child in chosen.values()], left.items())
+    return list(chosen)
+
+
+class Choice(NamedTuple):
+    """Which weights of a model are to be quantized.
+
+    Attributes:
+        linears: fqn of a weight -> the linear that has it, in model order.
+        dense: fqn of another linear -> why it stays as it is.
+    """
+
+    linears: dict[str, Any]
+    dense: dict[str, str]
+
+
+def choose_linears(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    include: Iterable[str] = ("*",),
+    exclude: Iterable[str] = (),
+    tied: Collection[str] = (),
+) -> Choice:
+    """Return which weights `quantize_` quantizes; nothing is changed.
+
+    Args:
+        model: any module.
+        recipe: how to quantize.
+        include: as of `quantize_`.
+        exclude: likewise.
+        tied: fqns of weights that will be tied, though they are not yet.
+
+    Raises:
+        ValueError, TypeError: as `quantize_` does.
+    """
     registered(recipe)
     check_lists("quantize_", include=include, exclude=exclude)
     include, exclude = tuple(include), tuple(exclude)
@@ -55,7 +97,7 @@ def quantize_(
     for pattern in unmatched(include, linears):
         raise ValueError(f"quantize_: include pattern {pattern!r} matches no nn.Linear of the model")
     for pattern in unmatched(exclude, linears):
-        warnings.warn(f"quantize_: exclude pattern {pattern!r} matches no nn.Linear of the model", stacklevel=2)
+        warnings.warn(f"quantize_: exclude pattern {pattern!r} matches no nn.Linear of the model", stacklevel=3)
     left = left_alone(routers_of(model, linears), linears, include)
     # a weight that two modules hold stays as it is: the other one may be an embedding, which looks up rows
     uses: dict[int, int] = {}
@@ -72,7 +114,7 @@ def quantize_(
             return "a router"
         if isinstance(child.weight, QuantizedTensor | HighPrecisionWeight):
             return "quantized already"
-        return "tied" if uses[id(child.weight)] > 1 else None
+        return "tied" if uses[id(child.weight)] > 1 or f"{fqn}.weight" in tied else None
 
     reasons = {fqn: why_dense(fqn, child) for fqn, child in linears.items()}
     chosen = {f"{fqn}.weight".lstrip("."): child for fqn, child in linears.items() if reasons[fqn] is None}
@@ -83,11 +125,4 @@ def quantize_(
                 f"quantize_: {fqn} is a DTensor already; quantize before fully_shard and parallelize_module"
             )
         check_weight(child.weight, recipe, fqn)
-    for child in chosen.values():
-        weight = child.weight
-        child.weight = nn.Parameter(quantize_weight(weight, recipe), requires_grad=weight.requires_grad)
-    watch_loads(model.modules() if chosen else ())
-    if LOG.isEnabledFor(logging.INFO):
-        dense = [(fqn, why) for fqn, why in reasons.items() if why is not None]
-        log_quantized("quantize_", recipe, [child.weight for child in chosen.values()], dense)
-    return list(chosen)
+    return Choice(chosen, {fqn: why for fqn, why in reasons.items() if why is not None})
