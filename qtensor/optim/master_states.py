@@ -90,13 +90,16 @@ def load_masters(
     for param, master in masters.items():
         if master is param:
             continue
-        values = saved.get(param, {})
+        values, held = saved.get(param, {}), master
         if states is not None and param in states.remainders:
-            states.load(param, values.get(MASTER), values.get(REMAINDER))
-        elif MASTER in values:
-            master.copy_(values[MASTER])
+            if not states.holds_fp32(param):
+                states.load(param, values.get(MASTER), values.get(REMAINDER))
+                continue
+            held = states.remainders[param]
+        if MASTER in values:
+            held.copy_(values[MASTER])
         else:
-            refill(master, param)
+            refill(held, param)
             if REMAINDER in values:
                 remainders[param] = values[REMAINDER].clone()
     return remainders

@@ -264,10 +264,13 @@ class MasterStep(torch.optim.Optimizer):
     def _join_masters(self) -> None:
         """Make masters in fp32 of remainders that were loaded, and of what the weights hold now."""
         if self._remainders:
+            from qtensor.optim.compressed.entries import on_device
             from qtensor.optim.compressed.masters import expand_master
 
             for param, remainder in self._remainders.items():
-                local_of(self._masters[param]).copy_(expand_master(param, remainder))
+                held = {} if self._states is None else self._states.remainders
+                master = expand_master(param, on_device(remainder, param))
+                local_of(held.get(param, self._masters[param])).copy_(master)
 
     def _follow_outside_writes(self, same: Tensor | None) -> None:
         """Give parameters that were written by others since (a load, a copy_) a new master, given `LastWrites.look`."""

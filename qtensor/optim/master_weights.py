@@ -25,7 +25,7 @@ A copy of (model, optimizer) is tied as the originals are; a copy of the optimiz
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ from qtensor.optim.master_step import MasterStep
 from qtensor.optim.masters import LastWrites, check_trainable, master_of
 from qtensor.optim.replicas import Replicas
 from qtensor.optim.step_agreement import TRAINED
+
+if TYPE_CHECKING:
+    from qtensor.optim.compressed.step import CompressedStates
 
 
 class MasterWeightOptimizer(MasterStep):
@@ -94,19 +97,11 @@ class MasterWeightOptimizer(MasterStep):
         masters: str = "fp32",
         moments: str = "fp32",
         rounding: str = "stochastic",
+        states: str = "device",
         **optimizer_kwargs: Any,
     ) -> None:
-        if (masters, moments, rounding) != ("fp32", "fp32", "stochastic"):
-            from qtensor.optim.compressed.step import CompressedStates
-            from qtensor.optim.compressed.storage import Storage
-
-            storage = Storage(masters, moments, rounding)
-            self._states = CompressedStates(storage) if storage.compresses else None
-            if fused_step and storage.compresses:
-                raise ValueError(
-                    f"MasterWeightOptimizer(fused_step=True, masters={masters!r}, moments={moments!r}): the fused step "
-                    "is for states in fp32; leave fused_step out"
-                )
+        if (masters, moments, rounding, states) != ("fp32", "fp32", "stochastic", "device"):
+            self._states = _states_of(masters, moments, rounding, states, fused_step=fused_step is True)
         self._check_replicas, self._wants_fused = check_replicas, fused_step
         self._inner = None
         self._masters, self._group, self._labels = {}, {}, {}
@@ -121,9 +116,12 @@ class MasterWeightOptimizer(MasterStep):
         self.defaults = self._inner.defaults
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(master_states.options_of(inner))
+        self._bring_home()
         self._publish_state(())
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._states is not None:
+            self._states.settle()
         return super().__getstate__() | {
             "_check_replicas": self._check_replicas,
             "_wants_fused": self._wants_fused,
@@ -146,6 +144,8 @@ class MasterWeightOptimizer(MasterStep):
             # older pickles hold no remainders
             state = {"_remainders": {}} | state | {"_written": LastWrites(state["_written"])}
         super().__setstate__(state)
+        if "_written" in state:
+            self._bring_home()  # a copy is in memory that is not pinned
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; a collective if any parameter is sharded."""
@@ -163,6 +163,7 @@ class MasterWeightOptimizer(MasterStep):
             self._sync(len(self.param_groups) - 1)
             self._inner.add_param_group(self._master_group(len(self.param_groups) - 1))
             group.update(master_states.options_of(self._inner.param_groups[-1]))
+            self._bring_home()
             return
         super().add_param_group(param_group)
 
@@ -170,7 +171,9 @@ class MasterWeightOptimizer(MasterStep):
         """Return the state dict of any optimizer, with masters in it."""
         master_states.forget_looks(self.state, self._masters)
         self._join_masters()
-        if self._states is not None and self._expected is None:
+        if self._states is not None:
+            self._states.settle()
+        if self._states is not None and self._states.storage.compresses and self._expected is None:
             # a remainder belongs to the bytes beside it: those that others wrote have none
             with torch.no_grad():
                 self._follow_outside_writes(self._written.look())
@@ -199,7 +202,8 @@ class MasterWeightOptimizer(MasterStep):
             from qtensor.optim.compressed.storage import Storage
 
             # what it refuses, it refuses before anything is loaded
-            converted = converted_states(saved, Storage() if self._states is None else self._states.storage)
+            kept = Storage() if self._states is None else self._states.storage
+            converted = converted_states(saved, kept, self._states.home if self._states and kept.on_host else None)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._torn = False
         for group, own in zip(self.param_groups, counters, strict=False):
@@ -215,6 +219,7 @@ class MasterWeightOptimizer(MasterStep):
             for param, entries in moments.items():
                 if entries:
                     self._inner.state[self._masters[param]].update(entries)
+            self._bring_home()
         else:
             self._inner.load_state_dict(master_states.for_inner(self.param_groups, saved))
         self._expected = None
@@ -305,3 +310,36 @@ class MasterWeightOptimizer(MasterStep):
         labels = self._labels | {param: label_of(name, param) for name, param in named}
         everybody = Replicas(named).everybody if self._check_replicas else []
         return list(dict.fromkeys([*meeting_of(list(labels.values()), cuts_of(list(labels))), *everybody]))
+
+    def _bring_home(self) -> None:
+        """Bring states that were made or copied elsewhere into host memory, if they belong there."""
+        if self._states is not None and self._inner is not None:
+            self._states.house(self._inner.state, self._masters)
+
+
+def _states_of(
+    masters: str, moments: str, rounding: str, states: str, *, fused_step: bool
+) -> "CompressedStates | None":
+    """Return what keeps states of this form; None: nobody needs to."""
+    from qtensor.optim.compressed.storage import Storage
+
+    storage = Storage(masters, moments, rounding, states)
+    if fused_step and storage.on_host:
+        raise ValueError(
+            f"MasterWeightOptimizer(fused_step=True, states={states!r}): the fused step reads states where the weights "
+            'are; leave fused_step out, or use states="device"'
+        )
+    if fused_step and storage.compresses:
+        raise ValueError(
+            f"MasterWeightOptimizer(fused_step=True, masters={masters!r}, moments={moments!r}): the fused step "
+            "is for states in fp32; leave fused_step out"
+        )
+    if storage.on_host:
+        from qtensor.optim.compressed.host import HostStates
+
+        return HostStates(storage)
+    if storage.compresses:
+        from qtensor.optim.compressed.step import CompressedStates
+
+        return CompressedStates(storage)
+    return None

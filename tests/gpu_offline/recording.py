@@ -43,6 +43,7 @@ class Recorder:
         self.entries: list[Entry] = []
         self.numbers = itertools.count(1)
         self.live: dict[int, tuple[int, StorageWeakRef]] = {}  # address -> number, and whether it lives
+        self.pinned: set[int] = set()  # memory of the CPU that streams copy from by themselves
         self.streams: list[Stream] = []
         self.default = Stream(recorder=self)
         self.current = [self.default]
@@ -161,6 +162,8 @@ class _Accesses(TorchDispatchMode):
             return self.answers(where, given[0].dtype)
         result = func(*args, **kwargs)
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        if kwargs.get("pin_memory"):
+            self.recorder.pinned.update(self.recorder.number_of(each, f"{func} in {where}") for each in made)
         written = _written(func, args, kwargs)
         if written or not any(one.alias_info is not None for one in func._schema.returns):
             self._note(f"{func} in {where}", given, [*written, *made], _waits(func, args, kwargs))
@@ -192,9 +195,10 @@ class _Accesses(TorchDispatchMode):
         if "cuda" not in devices:
             recorder.add(Ran(HOST, what, reads, writes))
             return
-        if reads & on_cpu:  # CUDA has copied all of a pageable memory that it copies from when the call returns
-            recorder.add(Ran(HOST, what, reads & on_cpu, frozenset()))
-        recorder.add(Ran(stream, what, reads - on_cpu, writes))
+        pageable = (reads & on_cpu) - recorder.pinned
+        if pageable:  # CUDA has copied all of a pageable memory that it copies from when the call returns
+            recorder.add(Ran(HOST, what, pageable, frozenset()))
+        recorder.add(Ran(stream, what, reads - pageable, writes))
         # a number on the CPU may be an operand
         if waits and (writes & on_cpu or any(each.ndim and each.device.type == "cpu" for each in given)):
             recorder.wait_of_host(what, stream=stream)

@@ -10,14 +10,14 @@ A root has a name of its own, so that no reader takes it for the square. What an
 squares (CENTERED) needs that mean as it is: rounded, it may become the smaller of both, and have no root.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.torch_private import local_of
+from fsdp_hooks.torch_private import dtensor_like, local_of
 from qtensor.optim.compressed.masters import as_rows, as_sharded
 from qtensor.optim.compressed.places import Places
 from qtensor.optim.compressed.storage import Storage
@@ -30,6 +30,7 @@ from qtensor.states.remainders import draws_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 BF16_BITS = 7
+Home = Callable[[Tensor, Tensor], Tensor]  # a tensor of a shard and its parameter -> the tensor where states are kept
 
 
 def is_moment(name: str, value: object, param: Tensor) -> bool:
@@ -90,27 +91,39 @@ def compress(
 
 
 def converted_states(
-    saved: Mapping[Tensor, Mapping[str, Any]], storage: Storage
+    saved: Mapping[Tensor, Mapping[str, Any]], storage: Storage, home: Home | None = None
 ) -> tuple[dict[Tensor, dict[str, Any]], dict[Tensor, dict[str, Any]]]:
     """Return the moments of saved states, kept as a storage says, and their other entries; masters are left out.
+
+    With `home` all entries but numbers are brought there, one parameter after the other, and are among the moments.
 
     Args:
         saved: parameter -> its state, with moments in whatever they were kept.
         storage: what they are to be kept in.
+        home: where that is; None: on the parameters' devices.
     """
     moments: dict[Tensor, dict[str, Any]] = {}
     others: dict[Tensor, dict[str, Any]] = {}
     for param, values in saved.items():
         own = {name: value for name, value in values.items() if name not in OF_MASTERS}
-        moments[param] = converted(own, param, storage.moment_of(param))
+        moments[param] = converted(own, param, storage.moment_of(param), home=home)
         others[param] = {name: one for name, one in own.items() if not is_moment(name, one, param)}
+        if home is not None:
+            apart = {name: one for name, one in others[param].items() if isinstance(one, Tensor) and one.ndim}
+            # as the inner optimizer would load them
+            moments[param] |= {
+                name: home(_placed(name, one, param).to(torch.float32), param) for name, one in apart.items()
+            }
+            others[param] = {name: one for name, one in others[param].items() if name not in apart}
     return moments, others
 
 
-def converted(own: Mapping[str, Any], param: Tensor, how: str, *, keep: bool = False) -> dict[str, Any]:
+def converted(
+    own: Mapping[str, Any], param: Tensor, how: str, *, keep: bool = False, home: Home | None = None
+) -> dict[str, Any]:
     """Return the moments of a state in the form asked for: copies of what has it (with `keep` itself), others rounded.
 
-    They are rounded to the nearest, and placed as the parameter is.
+    They are rounded to the nearest, and placed as the parameter is; with `home`, they are there, else on its device.
     """
     found: dict[str, Any] = {}
     for name, given in own.items():
@@ -118,15 +131,37 @@ def converted(own: Mapping[str, Any], param: Tensor, how: str, *, keep: bool = F
             continue
         here = "fp32" if CENTERED.get(_plain(name)) in own else how
         value = _placed(name, given, param)
-        if _is_kept_so(name, value, here):
-            found[name] = value if keep else value.clone()
+        if keep and _is_kept_so(name, value, here):
+            found[name] = value
+        elif _is_kept_so(name, value, here):
+            found[name] = home(value, param) if home is not None else on_device(value, param, copy=True)
         else:
-            found |= compress(expand({name: value}, param), param, here, Places().nearest(param))
+            # its rows are counted there
+            state = expand({name: on_device(value, param)}, param)
+            made = compress(state, param, here, Places().nearest(param))
+            found |= made if home is None else {name: home(one, param) for name, one in made.items()}
     return found
 
 
+def on_device(value: Tensor, param: Tensor, *, copy: bool = False) -> Tensor:
+    """Return a tensor of a parameter's shard on its device, itself if it is there and no copy is asked for.
+
+    The CPU goes on while it is copied from pinned memory.
+    """
+    local, device = local_of(value), local_of(param).device
+    if local.device == device and not copy:
+        return value
+    moved: Tensor
+    if isinstance(local, QuantizedTensor):
+        parts = {name: part.to(device, non_blocking=True, copy=True) for name, part in local.parts().items()}
+        moved = QuantizedTensor.from_parts(parts, local.recipe, local.dtype)
+    else:
+        moved = local.detach().to(device, non_blocking=True, copy=True)
+    return dtensor_like(moved, value) if isinstance(value, DTensor) else moved
+
+
 def _placed(name: str, value: Tensor, param: Tensor) -> Tensor:
-    """Return a moment on the parameter's device, sharded as it is."""
+    """Return a moment sharded as the parameter is, on whatever device."""
     if type(local_of(value)) not in (Tensor, torch.nn.Parameter) and not isinstance(local_of(value), QuantizedTensor):
         raise ValueError(
             f"MasterWeightOptimizer.load_state_dict: {name!r} of a parameter of shape {tuple(param.shape)} is a "
@@ -142,8 +177,8 @@ def _placed(name: str, value: Tensor, param: Tensor) -> Tensor:
     if isinstance(value, DTensor) and isinstance(param, DTensor):
         if (value.device_mesh, value.placements) == (param.device_mesh, param.placements):
             return value
-        return value.redistribute(param.device_mesh, param.placements)
-    return value.to(local_of(param).device)
+        return on_device(value, param).redistribute(param.device_mesh, param.placements)
+    return value
 
 
 def _is_kept_so(name: str, value: Tensor, how: str) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import dtensor_around
-from qtensor.optim.compressed.entries import converted, is_moment
+from qtensor.optim.compressed.entries import converted, is_moment, on_device
 from qtensor.optim.compressed.masters import expand_master, new_remainder, recipe_mark
 from qtensor.optim.compressed.step import COUNT, SEED
 from qtensor.optim.compressed.storage import Storage
@@ -41,7 +41,7 @@ def show_as(
         others = {name: one for name, one in entries.items() if name not in masters and not is_moment(name, one, param)}
         state[param] = {
             **_master_as(param, masters, expected, states),
-            **converted(entries, param, expected.moment_of(param), keep=True),
+            **converted(entries, param, expected.moment_of(param), keep=True, home=states.home if states else None),
             **others,
         }
 
@@ -52,12 +52,13 @@ def _master_as(
     if not masters or expected.has_remainder(param) == (REMAINDER in masters):
         return masters
     if REMAINDER not in masters:
-        return {REMAINDER: new_remainder(param), MARK: recipe_mark(param)}
+        room = new_remainder(param)
+        return {REMAINDER: room if states is None else states.home(room, param), MARK: recipe_mark(param)}
     assert states is not None
-    master = expand_master(param, states.remainders[param])
+    master = expand_master(param, on_device(states.remainders[param], param))
     if isinstance(param, DTensor):
         master = dtensor_around(master, param.device_mesh, param.placements, param.shape)
-    return {MASTER: master}
+    return {MASTER: states.home(master, param)}
 
 
 def hide_counters(groups: Iterable[dict[str, Any]], expected: Storage) -> None:

@@ -104,7 +104,9 @@ def dense_of(shard: Tensor) -> Tensor:
 
 
 def expand_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """Return the master of a shard, fp32 in its shape, new."""
+    """Return the master of a shard, fp32 in its shape, new; one that is held in fp32 as it is."""
+    if remainder.dtype == torch.float32:
+        return local_of(remainder)
     shard, own = local_of(param), words_of(remainder)
     rows = as_rows(own)
     if not own.numel():

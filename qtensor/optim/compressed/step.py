@@ -9,9 +9,8 @@ What a chunk was expanded to is kept from `begin` to `finish` if one chunk holds
 twice, the first time without leaving a trace. A step is a function of what is kept, so both times end alike.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.scale_sync import cuts_of
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.wrappers import plain_name
+from qtensor.optim.batches import write_each
 from qtensor.optim.compressed.entries import compress, expand
 from qtensor.optim.compressed.masters import (
     expand_master,
@@ -36,6 +36,7 @@ from qtensor.optim.compressed.masters import (
 )
 from qtensor.optim.compressed.places import Places
 from qtensor.optim.compressed.storage import Storage, is_quantized
+from qtensor.optim.masters import copy_many
 from qtensor.scales.agreement import claim_of, common_along
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.states.draws import Positions
@@ -78,9 +79,11 @@ class CompressedStates:
 
     Attributes:
         storage: what they are kept in.
-        remainders: parameter -> its master's remainder (see `WORD`), sharded as it is.
+        remainders: parameter -> its master's remainder (see `WORD`), sharded as it is; in host memory (host.py) also
+            masters in fp32.
         loaded: parameter -> fp32 master that was loaded and that no step has compressed yet.
         streams: parameter -> what names its draws, the same on every mesh.
+        chunk: how many elements are expanded at a time, elsewhere than on a CPU.
     """
 
     storage: Storage
@@ -88,11 +91,13 @@ class CompressedStates:
     loaded: dict[Tensor, Tensor] = field(default_factory=dict)
     streams: dict[Tensor, str] = field(default_factory=dict)
     places: Places = field(default_factory=Places)
+    chunk: int = CHUNK_ELSEWHERE
 
     def begin_group(self, group: dict[str, Any], number: int) -> None:
         """Give a group of the optimizer the options that its draws are counted by."""
-        group.setdefault(SEED, 0)
-        group.setdefault(COUNT, 0)
+        if self.storage.compresses:
+            group.setdefault(SEED, 0)
+            group.setdefault(COUNT, 0)
         names = group.get("param_names") or [f"{number}.{index}" for index in range(len(group["params"]))]
         # a wrapper around the model does not change what is trained
         self.streams |= dict(zip(group["params"], map(plain_name, names), strict=True))
@@ -112,6 +117,31 @@ class CompressedStates:
             return None
         self.remainders[param] = new_remainder(param)
         return stand_in(param)
+
+    def holds_fp32(self, param: Tensor) -> bool:
+        """Return whether a parameter's master is held here in fp32."""
+        return param in self.remainders and self.remainders[param].dtype == torch.float32
+
+    def home(self, value: Tensor, param: Tensor) -> Tensor:
+        """Return a tensor of a parameter's shard where states are kept."""
+        return value
+
+    def settle(self) -> None:
+        """Wait for what is on its way there."""
+
+    def house(self, state: MutableMapping[Tensor, Any], masters: Mapping[Tensor, Tensor]) -> None:
+        """Bring what was made or copied elsewhere there; see `HostStates`."""
+
+    def brought(
+        self,
+        chunks: Sequence[list[Tensor]],
+        state: MutableMapping[Tensor, Any],
+        masters: Mapping[Tensor, Tensor],
+        *,
+        write: bool = True,
+    ) -> Iterator[list[Tensor]]:
+        """Yield each chunk of weights while what is kept of them is on their device; see `HostStates`."""
+        yield from chunks
 
     def forget(self, param: Tensor) -> bool:
         """Take what a weight's bytes say for its master, since others wrote them; False: it is not held here."""
@@ -191,18 +221,20 @@ class CompressedStep:
 
     def begin(self) -> None:
         """Step what need not wait for other ranks, and find what is claimed."""
-        for chunk in _chunks(self._first):
-            guests = self._advance(chunk)
-            while guests:
-                self._settle_dense(guests.pop())
-        chunks = list(_chunks(self._early))
-        for chunk in chunks:
-            if len(chunks) == 1:
-                self._kept = self._advance(chunk, compare=True)
-                self._claim(self._kept)
-                continue
-            with self._untouched(chunk):
-                self._claim(self._advance(chunk, compare=True))
+        with self._brought(self._chunks(self._first)) as brought:
+            for chunk in brought:
+                guests = self._advance(chunk)
+                while guests:
+                    self._settle_dense(guests.pop())
+        chunks = self._chunks(self._early)
+        with self._brought(chunks, write=False) as brought:
+            for chunk in brought:
+                if len(chunks) == 1:
+                    self._kept = self._advance(chunk, compare=True)
+                    self._claim(self._kept)
+                    continue
+                with self._untouched(chunk):
+                    self._claim(self._advance(chunk, compare=True))
 
     def finish(self, writes: Mapping[Tensor, tuple[Tensor | None, CutBlocks | None]]) -> None:
         """Step the others, and write.
@@ -212,34 +244,59 @@ class CompressedStep:
                 on some rank.
         """
         kept, self._kept = self._kept, []
-        for group, count in zip(self._inner.param_groups, self._counts, strict=True):
-            group[COUNT] = count
+        if self._states.storage.compresses:
+            for group, count in zip(self._inner.param_groups, self._counts, strict=True):
+                group[COUNT] = count
         done = {id(param) for param in (*self._early, *self._late)}
         # without a gradient here, and moved on another rank
         others = [param for param in writes if param in self._states.remainders and id(param) not in done]
-        chunks = _chunks([*([] if kept else self._early), *self._late, *others])
-        for guests in itertools.chain([kept], map(self._advance, chunks)):
-            while guests:
-                self._settle(guests.pop(), writes)
+        chunks = self._chunks([*([] if kept else self._early), *self._late, *others])
+        with self._brought([self._early, *chunks] if kept else chunks) as brought:
+            for chunk in brought:
+                guests, kept = kept or self._advance(chunk), []
+                while guests:
+                    self._settle(guests.pop(), writes)
+        self._states.settle()
 
     def _settle(self, guest: _Guest, writes: Mapping[Tensor, tuple[Tensor | None, CutBlocks | None]]) -> None:
         """Compress and write one weight, and let go of what it was expanded to: the next chunk needs the memory."""
         self._keep_state(guest)
-        if guest.param not in writes:
-            return
         at, shard = self._at(guest.param), local_of(guest.param)
         assert isinstance(shard, QuantizedTensor)
+        if self._states.holds_fp32(guest.param):
+            self._keep_master(guest)
+            if guest.param in writes:
+                write_each([shard], [guest.master], *([one] for one in writes[guest.param]))
+            return
+        if guest.param not in writes:
+            return
         guest.master = round_master(guest.master, shard, at)
         remainder = words_of(self._states.remainders[guest.param])
         write_master(guest.master, shard, remainder, writes[guest.param], at)
         self._states.loaded.pop(guest.param, None)
+
+    def _keep_master(self, guest: _Guest) -> None:
+        """Write a master that is held in fp32 where it is held, if it has been stepped elsewhere."""
+        held = local_of(self._states.remainders[guest.param])
+        if guest.master is not held:
+            held.copy_(guest.master)
+
+    def _chunks(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
+        return list(_chunks(params, self._states.chunk))
+
+    @contextmanager
+    def _brought(self, chunks: Sequence[list[Tensor]], *, write: bool = True) -> Iterator[Iterator[list[Tensor]]]:
+        """Yield chunks, each while it is on its device; see `CompressedStates.brought`."""
+        # closed after an error, too: a traceback would keep it open
+        with closing(self._states.brought(chunks, self._inner.state, self._masters, write=write)) as brought:  # type: ignore[type-var]
+            yield brought
 
     def _steps(self, param: Tensor) -> bool:
         return id(param) in self._stepped
 
     def _at(self, param: Tensor) -> Positions:
         states, number = self._states, self._groups[param]
-        if states.storage.rounding == "nearest":
+        if states.storage.rounding == "nearest" or not states.storage.compresses:
             return states.places.nearest(param)
         return states.places.of(
             param, self._inner.param_groups[number].get(SEED, 0), (states.streams[param], self._counts[number])
@@ -264,7 +321,8 @@ class CompressedStep:
     def _before(self, param: Tensor, master: Tensor) -> Tensor:
         """Return what a master is compared with to tell whether it moved: of a loaded one, what the weight holds."""
         shard: Any = local_of(param)
-        return decode(shard, torch.float32) if param in self._states.loaded else master.clone()
+        apart = param in self._states.loaded or self._states.holds_fp32(param)
+        return decode(shard, torch.float32) if apart else master.clone()
 
     def _expand(self, param: Tensor) -> Tensor:
         """Return the master of a shard as a plain tensor: in fp32 the one that is kept, else a new one."""
@@ -281,7 +339,9 @@ class CompressedStep:
                 self.moved[guest.param] = (guest.before != guest.master).any()
                 guest.before = None
             if guest.param in self._sharing:
-                master = round_master(guest.master, shard, self._at(guest.param))
+                master = guest.master
+                if not self._states.holds_fp32(guest.param):
+                    master = round_master(master, shard, self._at(guest.param))
                 self.claims[guest.param] = claim_of(master, shard.recipe, self._sharing[guest.param])
 
     def _keep_state(self, guest: _Guest) -> None:
@@ -296,7 +356,9 @@ class CompressedStep:
         """Write a bf16 weight; masters in fp32 are where they were, and the general way writes what is behind them."""
         self._keep_state(guest)
         held = self._states.remainders.get(guest.param)
-        if held is not None:
+        if self._states.holds_fp32(guest.param):
+            copy_many([(local_of(guest.param), guest.master)])
+        elif held is not None:
             write_dense(guest.master, local_of(guest.param), words_of(held), self._at(guest.param))
             self._states.loaded.pop(guest.param, None)
 
@@ -365,13 +427,13 @@ def _share_scales(params: Sequence[Tensor]) -> dict[Tensor, CutBlocks | None]:
     return found
 
 
-def _chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the parameters in runs of some elements, or of a single one that has more."""
+def _chunks(params: Sequence[Tensor], elsewhere: int) -> Iterator[list[Tensor]]:
+    """Yield the parameters in runs of some elements, or of a single one that has more; `elsewhere`: than on a CPU."""
     chunk: list[Tensor] = []
     elements = 0
     for param in params:
         local = local_of(param)
-        most = CHUNK.get(local.device.type, CHUNK_ELSEWHERE)
+        most = CHUNK.get(local.device.type, elsewhere)
         if chunk and elements + local.numel() > most:
             yield chunk
             chunk, elements = [], 0

@@ -17,21 +17,24 @@ from qtensor.tensor.quantized_tensor import QuantizedTensor
 MASTERS = ("fp32", "remainder")
 MOMENTS = ("fp32", "bfloat16", "float8")
 ROUNDING = ("stochastic", "nearest")
+STATES = ("device", "host")
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What masters and moments are kept in between steps, and how they are rounded to it."""
+    """What masters and moments are kept in between steps, how they are rounded to it, and in which memory they are."""
 
     masters: str = "fp32"
     moments: str = "fp32"
     rounding: str = "stochastic"
+    states: str = "device"
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("masters", self.masters, MASTERS),
             ("moments", self.moments, MOMENTS),
             ("rounding", self.rounding, ROUNDING),
+            ("states", self.states, STATES),
         ):
             if value not in known:
                 raise ValueError(
@@ -42,6 +45,11 @@ class Storage:
     def compresses(self) -> bool:
         """Whether anything is kept in less than fp32."""
         return self.masters != "fp32" or self.moments != "fp32"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all of it is in host memory between steps."""
+        return self.states == "host"
 
     def has_remainder(self, param: Tensor) -> bool:
         """Return whether a parameter's master is kept as a remainder; one in fp32 is its own master."""
@@ -67,12 +75,14 @@ def check_storage(storage: Storage, kind: type[torch.optim.Optimizer], named: It
         ValueError: a parameter's recipe, dtype or cut has no such states.
     """
     asked = f"masters={storage.masters!r}, moments={storage.moments!r}"
+    if storage.on_host:
+        asked += f", states={storage.states!r}"
     if kind not in ELEMENTWISE:
         known = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
         raise NotImplementedError(
             f"MasterWeightOptimizer({kind.__name__}, {asked}): states are expanded for some weights at a time, and "
             f"{kind.__name__} is not known to step each element by itself; use one of torch.optim's {known}, or leave "
-            "both arguments out"
+            f"{'these' if storage.on_host else 'both'} arguments out"
         )
     for name, param in named:
         if why := _refuse(storage, param):
