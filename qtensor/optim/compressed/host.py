@@ -20,11 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import dtensor_like, local_of
 from qtensor.optim.compressed.entries import on_device
-from qtensor.optim.compressed.masters import as_sharded, stand_in
+from qtensor.optim.compressed.masters import as_sharded, first_master, stand_in
 from qtensor.optim.compressed.step import CompressedStates
 from qtensor.optim.compressed.storage import is_quantized
 from qtensor.optim.compressed.streaming import Lanes, stream
-from qtensor.optim.masters import master_of
 from qtensor.states.kinds import MASTER
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
@@ -45,7 +44,7 @@ class HostStates(CompressedStates):
         if super().hold(param) is not None:
             self.remainders[param] = self.home(self.remainders[param], param)
         elif is_quantized(param) or param.dtype != torch.float32:
-            self.remainders[param] = self.home(master_of(param), param)
+            self.remainders[param] = self.home(first_master(param), param)
         else:
             return None
         return stand_in(param)
@@ -53,7 +52,7 @@ class HostStates(CompressedStates):
     def load(self, param: Tensor, master: Tensor | None, remainder: Tensor | None) -> None:
         """Take a master; see CompressedStates. One that is held in fp32 is loaded in place, or begins anew here."""
         if self.holds_fp32(param):
-            self.remainders[param] = self.home(master_of(param), param)
+            self.remainders[param] = self.home(first_master(param), param)
             return
         before = self.remainders[param]
         super().load(param, master, remainder)

@@ -19,7 +19,7 @@ from qtensor.spec.registry import specs_of
 from qtensor.states.draws import Positions
 from qtensor.states.kinds import MARK, WORD
 from qtensor.states.remainders import join, join_dense, remainder_of, rounded, split, split_dense
-from qtensor.tensor.contents import initial_value, store
+from qtensor.tensor.contents import initial_value, store, values_of, write
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -120,6 +120,14 @@ def expand_master(param: Tensor, remainder: Tensor) -> Tensor:
     return join(shard.parts(), rows, shard.recipe).view(own.shape)
 
 
+def first_master(param: Tensor) -> Tensor:
+    """Return the master that a weight's bytes, or its preserved initial value, say, fp32, new; sharded as it is."""
+    shard = local_of(param)
+    if not isinstance(shard, QuantizedTensor):
+        return as_sharded(dense_of(shard).to(torch.float32, copy=True), param)  # bit for bit, as masters.refill
+    return as_sharded(values_of(shard, torch.float32).to(torch.float32, copy=True).add_(0.0), param)
+
+
 def round_master(master: Tensor, shard: QuantizedTensor, at: Positions) -> Tensor:
     """Return a master, rounded so that its amaxes can be claimed."""
     if not master.numel():
@@ -158,6 +166,11 @@ def write_master(
     parts, left = split(rows, recipe, amax, facts, at)
     store(shard, {spec.name: parts[spec.name].view(spec.shape(master.shape)) for spec in specs_of(recipe)})
     remainder.copy_(left.view(remainder.shape))
+
+
+def write_fp32(master: Tensor, shard: QuantizedTensor, agreed: tuple[Tensor | None, CutBlocks | None]) -> None:
+    """Write a shard from a master that is held in fp32; see `write_master`."""
+    write(shard, master, *decide(master, shard.recipe, agreed[1], agreed[0]), step=True)
 
 
 def write_dense(master: Tensor, shard: Tensor, remainder: Tensor, at: Positions) -> None:

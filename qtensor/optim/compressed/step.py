@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.scale_sync import cuts_of
 from fsdp_hooks.torch_private import local_of
 from fsdp_hooks.wrappers import plain_name
-from qtensor.optim.batches import write_each
 from qtensor.optim.compressed.entries import compress, expand
 from qtensor.optim.compressed.masters import (
+    dense_of,
     expand_master,
     new_remainder,
     recipe_mark,
@@ -32,11 +32,11 @@ from qtensor.optim.compressed.masters import (
     stand_in,
     words_of,
     write_dense,
+    write_fp32,
     write_master,
 )
 from qtensor.optim.compressed.places import Places
 from qtensor.optim.compressed.storage import Storage, is_quantized
-from qtensor.optim.masters import copy_many
 from qtensor.scales.agreement import claim_of, common_along
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.states.draws import Positions
@@ -266,7 +266,7 @@ class CompressedStep:
         if self._states.holds_fp32(guest.param):
             self._keep_master(guest)
             if guest.param in writes:
-                write_each([shard], [guest.master], *([one] for one in writes[guest.param]))
+                write_fp32(guest.master, shard, writes[guest.param])
             return
         if guest.param not in writes:
             return
@@ -357,7 +357,7 @@ class CompressedStep:
         self._keep_state(guest)
         held = self._states.remainders.get(guest.param)
         if self._states.holds_fp32(guest.param):
-            copy_many([(local_of(guest.param), guest.master)])
+            dense_of(local_of(guest.param)).copy_(guest.master)
         elif held is not None:
             write_dense(guest.master, local_of(guest.param), words_of(held), self._at(guest.param))
             self._states.loaded.pop(guest.param, None)
