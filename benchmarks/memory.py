@@ -4,7 +4,8 @@
     steps        memory_step.py: a block of Llama's linears, an embedding and norms; the second step, whose state exists
     shares       "linears": embedding and norms are frozen, and not counted; "model": everything is trained
     measured     what torch's CPU allocator hands out (allocations.py), not what formulas say; what is alive at rest is
-                 told apart by the storages of weights, masters, moments and gradients
+                 told apart by the storages of weights, masters, moments and gradients. States in host memory are
+                 counted apart, so that the other figures are those of the device, which the CPU stands for
     checked      by the pages that the process has in memory at the same moments, with a malloc that gives back at once
 
 The peak is a step's, not that of backward, whose activations depend on the tokens. Temporaries are given in MiB, too:
@@ -112,9 +113,12 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _of_linears(found: dict[str, Any]) -> list[str]:
     deeper = any(TWICE in of for of in found.values())
+    hosted = any(of["linears"].get("host") for of in found.values())
     columns = ["linears alone", "at rest", "with gradients", "peak", *PARTS, "temporaries, MiB"]
     if deeper:
         columns.append("twice the blocks, MiB")
+    if hosted:
+        columns.append("in host memory")
     lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     for name, of in found.items():
         linears = of["linears"]
@@ -123,6 +127,8 @@ def _of_linears(found: dict[str, Any]) -> list[str]:
         cells.append(f"{_mib(linears):.0f}")
         if deeper:
             cells.append(f"{_mib(of[TWICE]):.0f}")
+        if hosted:
+            cells.append(f"{linears.get('host', 0.0):.2f}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 

@@ -30,6 +30,13 @@ LR = 1e-3
 BRIEF = (
     "bf16, masters remainder, moments float8",
     "MXFP8, masters remainder, moments float8",
+    "NVFP4, masters remainder, moments float8",
+    "Float8 row, masters remainder, moments float8",
+    "bf16, masters remainder, moments float8, on the host",
+    "MXFP8, masters remainder, moments float8, on the host",
+    "NVFP4, masters remainder, moments float8, on the host",
+    "Float8 row, masters remainder, moments float8, on the host",
+    "MXFP8, fp32 masters, on the host",
 )
 
 
@@ -85,12 +92,18 @@ def _master_weight_optimizer(options: dict[str, Any], params: Params) -> torch.o
 
 
 def _compressed() -> dict[str, Contender]:
-    """Masters and moments in fewer bytes than fp32's."""
+    """Masters and moments in fewer bytes than fp32's, or in host memory."""
     ours: dict[str, Weights | Recipe] = {"bf16": "bf16", **RECIPES}
     ways: dict[str, dict[str, Any]] = {
         "masters remainder, moments float8": {"masters": "remainder", "moments": "float8"},
         "masters remainder, moments bfloat16": {"masters": "remainder", "moments": "bfloat16"},
         "masters remainder": {"masters": "remainder"},
+        "masters remainder, moments float8, on the host": {
+            "masters": "remainder",
+            "moments": "float8",
+            "states": "host",
+        },
+        "fp32 masters, on the host": {"states": "host"},
     }
     return {
         f"{name}, {title}": _masters(weights, at_length=f"{name}, {title}" not in BRIEF, **options)

@@ -106,7 +106,7 @@ def measure(contender: Contender, size: Size, share: Share, meter: Meter, device
         meter.mark("gradients")
         optimizer.step()
         meter.mark("step")
-        parts = _parts(model, params, optimizer)
+        parts = _parts(model, params, optimizer, contender, device)
         optimizer.zero_grad(set_to_none=True)
         gc.collect()
         meter.mark("rest again")
@@ -121,11 +121,13 @@ def _backward(model: Model, tokens: Tensor) -> None:
     gc.collect()  # the graph
 
 
-def _parts(model: Model, params: list[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def _parts(
+    model: Model, params: list[Tensor], optimizer: torch.optim.Optimizer, contender: Contender, device: str
+) -> dict[str, int]:
     """Bytes of storages by whose they are, each counted once, and the number of parameters.
 
     What a state calls master.. is one, and everything else in it belongs to the moments; what an optimizer keeps
-    outside of its states comes out as "other".
+    outside of its states comes out as "other". Both are in "host" if that is where they are kept.
     """
     seen: set[int] = set()
     own = held(params, seen)
@@ -133,20 +135,27 @@ def _parts(model: Model, params: list[Tensor], optimizer: torch.optim.Optimizer)
     states = [(key, value) for param in params for key, value in optimizer.state[param].items()]
     master = [value for key, value in states if key.startswith("master")]
     moments = [value for key, value in states if not key.startswith("master")]
-    return {
+    found = {
         "parameters": sum(param.numel() for param in params),
         "weights": own,
         "not counted": rest,
         "masters": held(master, seen),
         "moments": held(moments, seen),
         "gradients": held([param.grad for param in params], seen),
+        "host": 0,
     }
+    if contender.options.get("states") == "host":
+        found["host"] = found["masters"] + found["moments"]
+        # the allocator of a GPU does not know of them, that of the CPU has them among its own
+        found |= {"masters": 0, "moments": 0, "not counted": rest + found["host"] * (device == "cpu")}
+    return found
 
 
 def figures(parts: dict[str, int], meter: Meter) -> dict[str, Any]:
     """Bytes a parameter: at rest, with gradients, at the peak of a step; and what the peak is made of.
 
     "other" is alive at rest and is neither a weight, a master nor a moment; "temporaries" are alive at the peak only.
+    States in host memory are in none of these: "host" has them.
     """
     count, known = parts["parameters"], ("weights", "masters", "moments")
     rest, gradients, peak = (
@@ -161,5 +170,6 @@ def figures(parts: dict[str, int], meter: Meter) -> dict[str, Any]:
         "with gradients": round(gradients / count, 4),
         "peak": round(peak / count, 4),
         "at the peak": {name: round(made_of[name] / count, 4) for name in PARTS},
+        "host": round(parts["host"] / count, 4),
         "grown by a step": meter.alive["rest again"] - meter.alive["rest"],
     }

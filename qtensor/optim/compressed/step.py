@@ -261,7 +261,7 @@ class CompressedStep:
     def _settle(self, guest: _Guest, writes: Mapping[Tensor, tuple[Tensor | None, CutBlocks | None]]) -> None:
         """Compress and write one weight, and let go of what it was expanded to: the next chunk needs the memory."""
         self._keep_state(guest)
-        at, shard = self._at(guest.param), local_of(guest.param)
+        shard = local_of(guest.param)
         assert isinstance(shard, QuantizedTensor)
         if self._states.holds_fp32(guest.param):
             self._keep_master(guest)
@@ -270,6 +270,7 @@ class CompressedStep:
             return
         if guest.param not in writes:
             return
+        at = self._at(guest.param)
         guest.master = round_master(guest.master, shard, at)
         remainder = words_of(self._states.remainders[guest.param])
         write_master(guest.master, shard, remainder, writes[guest.param], at)
