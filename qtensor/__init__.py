@@ -16,6 +16,7 @@ lowest first; each imports only what is listed before it, and fsdp_hooks:
     optim/     MasterWeightOptimizer
     model/     quantized weights in models that know nothing of them
     merging/   updates (trained adapters, say) merged into quantized weights
+    vectors/   inputs and the bytes that they must give, as files, for whoever writes kernels
 
 The life of a weight under FSDP2, and the file of each stage:
 

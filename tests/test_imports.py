@@ -46,7 +46,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
             "products",
             "formats",
         ),
-        *("scales", "states", "optim.fused", "optim.compressed", "optim", "model", "merging", "."),
+        *("scales", "states", "optim.fused", "optim.compressed", "optim", "model", "merging", "vectors", "."),
     ),
     "dcp_adapters": (
         *("torch_private", "plain", "records", "delta.coding", "stored.reading", "stored.checkpoint"),

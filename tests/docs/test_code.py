@@ -264,6 +264,11 @@ def memory(path: Path) -> None:
     assert all("master_remainder" in state for state in kept)
 
 
+def numerics(path: Path) -> None:
+    names = page("numerics.md").run(namespace())
+    assert names["q"].recipe.to_json() == names["recipe"]
+
+
 def qat(path: Path) -> None:
     def build_model() -> nn.Module:
         model = Model()
@@ -342,6 +347,7 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/index.md": (2, index),
     "docs/logging.md": (1, logs),
     "docs/memory.md": (1, memory),
+    "docs/numerics.md": (1, numerics),
     "docs/qat.md": (2, qat),
 }
 YAML = ("docs/calibrate_command.md", "yaml")  # read by tests/layerwise/command/test_reference.py

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 from fsdp_hooks.release import VERSION
 from tests.packaging.built import ROOT, Built, Environment, build, required, run
+from tests.qtensor.vectors.files import SCHEMES
 from tests.ranks import agreed
 
 PACKAGES = ("dcp_adapters", "fsdp_hooks", "layerwise", "qtensor")
@@ -75,6 +76,11 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(built: Built) -> Non
     assert files[f"{DIST_INFO}/top_level.txt"].decode().split() == [*PACKAGES]
     assert "Root-Is-Purelib: true\nTag: py3-none-any\n" in files[f"{DIST_INFO}/WHEEL"].decode()
     assert {f"{package}/py.typed" for package in PACKAGES} <= {*files}
+    vectors = {name for name in files if name.startswith("qtensor/vectors/")}
+    assert {Path(name).name for name in vectors if name.endswith(".safetensors")} == {
+        f"{one}.safetensors" for one in SCHEMES
+    }
+    assert {"qtensor/vectors/README.md", "qtensor/vectors/__init__.py"} <= vectors
 
 
 def test_no_package_can_be_forgotten() -> None:
@@ -154,6 +160,11 @@ result = layerwise.calibrate(
     torch.nn.Sequential(torch.nn.Linear(32, 32)), [torch.ones(2, 32)], recipe=qtensor.MXFP8BlockScaling(), layers=["0"]
 )
 print(result.report.table())
+from importlib.resources import files
+from safetensors.torch import load
+vectors = [load(file.read_bytes()) for file in files("qtensor.vectors").iterdir() if file.name.endswith(".safetensors")]
+assert all("typical.payload" in tensors for tensors in vectors), len(vectors)
+print(len(vectors), "files of vectors")
 loaded = {name.partition(".")[0] for name in sys.modules}
 assert not loaded & {"rich", "matplotlib", "transformers", "torchao", "tests", "examples", "benchmarks"}, loaded
 """
@@ -165,6 +176,7 @@ def test_it_works_where_only_its_dependencies_are(environment: Environment, tmp_
     told = environment.run("-c", ROUND_TRIP, checkpoint, environment.packages)
     assert told.splitlines()[0] == VERSION
     assert "0.weight" in told
+    assert f"{len(SCHEMES)} files of vectors" in told
     table = environment.run("-m", "dcp_adapters", "inspect", checkpoint)
     assert "model.weight" in table
     assert "rich" not in {
