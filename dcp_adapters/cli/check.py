@@ -1,4 +1,7 @@
-"""The command `check`: hf/checking/ says what engines misread, stored/kept.py how well each weight is kept."""
+"""The command `check`: hf/checking/ says what engines misread, stored/kept.py how well each weight is kept.
+
+gguf/checking.py looks at GGUF files.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -6,6 +9,7 @@ from typing import Any
 
 from dcp_adapters.cli.arguments import add_checkpoint, add_json, add_match, add_progress, open_stored
 from dcp_adapters.cli.printing import FINE, FOUND, show
+from dcp_adapters.gguf.checking import check_file, is_gguf, quantized_bytes
 from dcp_adapters.hf.checking.misread import find_misread
 from dcp_adapters.hf.reading.stored_directory import StoredDirectory, is_directory
 from dcp_adapters.plain.progress_bar import progress_bar
@@ -20,12 +24,13 @@ Say what a quantized directory or checkpoint is, and whether an engine reads wha
 whether each scale is the one that its values ask for (calibrated ones are not, which is no fault), the error of each
 weight against the dense original, and what an engine would misread: fused linears with other scales, names that a list
 of unquantized modules swallows, input scales that are missing, blocks that are cut. Works on files of any tool in the
-layouts of compressed-tensors, ModelOpt, FP8 blocks and gpt-oss. Exit status 1 if there is any error; warnings alone
-leave it 0."""
+layouts of compressed-tensors, ModelOpt, FP8 blocks and gpt-oss, and on GGUF files: the type, bits and error of each
+tensor, against a GGUF file or a directory. Exit status 1 if there is any error; warnings alone leave it 0."""
 EXAMPLES = """\
 examples:
   %(prog)s exported                                  what is it, and would an engine misread it?
   %(prog)s exported --against original               and how far is each weight from the dense one?
+  %(prog)s model-q4.gguf --against model-bf16.gguf   likewise of a GGUF file
   %(prog)s runs/step-1000 --json | jq '.weights[] | select(.other_scales > 0).name'"""
 
 
@@ -40,22 +45,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, and print a table of the weights and what was found."""
+    if is_gguf(arguments.checkpoint):
+        return _run_gguf(arguments)
     stored = open_stored(arguments.checkpoint)
     against = None if arguments.against is None else _open_beside(arguments.against, stored)
     misread = find_misread(arguments.checkpoint) if is_directory(arguments.checkpoint) else []
     total = sum(entry.nbytes for entry in stored.entries.values() if entry.recipe is not None)
     with progress_bar("checking", total, enabled=arguments.progress) as advance:
         weights = list(look_at_each(stored, against, arguments.match, advance=advance))
+    return _tell(arguments, stored.layout or "", weights, misread)
+
+
+def _run_gguf(arguments: argparse.Namespace) -> int:
+    """Check a GGUF file."""
+    total = quantized_bytes(arguments.checkpoint)
+    with progress_bar("checking", total, enabled=arguments.progress) as advance:
+        weights, warned = check_file(arguments.checkpoint, arguments.against, arguments.match, advance=advance)
+    return _tell(arguments, "gguf", weights, warned)
+
+
+def _tell(arguments: argparse.Namespace, layout: str, weights: Sequence[Kept], found: Sequence[Finding]) -> int:
+    """Print what was found, and return the exit status."""
     if arguments.match and not weights:
         raise ValueError(f"--match {' '.join(arguments.match)} matches no quantized tensor; see the names with inspect")
-    findings = misread + [Finding("error", "", each.name, fault) for each in weights for fault in each.faults]
+    findings = [*found, *(Finding("error", "", each.name, fault) for each in weights for fault in each.faults)]
     if not weights:
         findings.append(Finding("warning", "", "", "nothing is quantized here: there was nothing to check"))
     errors = sum(found.severity == "error" for found in findings)
     if arguments.json:
-        show(_as_json(arguments, stored, weights, findings))
+        show(_as_json(arguments, layout, weights, findings))
     else:
-        show(_as_text(stored, weights, findings))
+        show(_as_text(layout, weights, findings))
     return FOUND if errors else FINE
 
 
@@ -65,7 +85,7 @@ def _open_beside(path: str, stored: Stored) -> Stored:
 
 
 def _as_json(
-    arguments: argparse.Namespace, stored: Stored, weights: Sequence[Kept], findings: Sequence[Finding]
+    arguments: argparse.Namespace, layout: str, weights: Sequence[Kept], findings: Sequence[Finding]
 ) -> dict[str, Any]:
     """Return plain data; keys are only ever added under the same FORMAT."""
     told = [{"severity": one.severity, "file": one.file, "name": one.entry, "message": one.message} for one in findings]
@@ -73,13 +93,13 @@ def _as_json(
         "format": FORMAT,
         "checkpoint": arguments.checkpoint,
         "against": arguments.against,
-        "layout": stored.layout or None,
+        "layout": layout or None,
         "weights": [each.to_json() for each in weights],
         "findings": told,
     }
 
 
-def _as_text(stored: Stored, weights: Sequence[Kept], findings: Sequence[Finding]) -> str:
+def _as_text(layout: str, weights: Sequence[Kept], findings: Sequence[Finding]) -> str:
     columns = ("name", "recipe", "shape", "bits", "scales", "|error|/|values|", "SNR dB")
     body = [table(columns, [_row(each) for each in weights], right=columns[3:]) + "\n"] if weights else []
     if findings:
@@ -89,10 +109,10 @@ def _as_text(stored: Stored, weights: Sequence[Kept], findings: Sequence[Finding
     others = sum(each.others > 0 for each in weights)
     errors = sum(one.severity == "error" for one in findings)
     verdict = f"{errors} errors, {len(findings) - errors} warnings" if findings else "no errors"
-    layout = f", layout {stored.layout}" if stored.layout else ""
+    told = f", layout {layout}" if layout else ""
     body.append(
         f"{verdict} ({len(weights)} quantized tensors, {others} of them with scales that their values do not ask for; "
-        f"{kinds}{layout})"
+        f"{kinds}{told})"
     )
     return "\n".join(body)
 

@@ -6,6 +6,7 @@
     like.py            what an existing file of the same model tells: metadata, shapes, numbers of heads
     plan.py            the tensors of the file; all that cannot be exported is found here
     export.py          export_gguf
+    checking.py        what is in a file, by whatever tool, and how far from the dense tensors: the command `check`
 
 It is built on hf/: sources, the plan of linears and scales, and the groups of tensors are those of export_hf.
 """

@@ -86,7 +86,7 @@ def look_at_each(
         if against is not None:
             found = _error(entry, parts, against)
             error = found if isinstance(found, Error) else None
-            faults += [found] if isinstance(found, str) else _far(found)
+            faults += [found] if isinstance(found, str) else far_faults(found)
         yield Kept(
             name=entry.name,
             kind=entry.kind,
@@ -123,10 +123,11 @@ def _error(entry: Entry, parts: Mapping[str, Tensor], against: Stored) -> Error 
     return f"{against.path} has a tensor of {list(right.shape)} of this name, expected {list(entry.shape)}"
 
 
-def _far(error: Error) -> list[str]:
+def far_faults(error: Error, most: float = FAR) -> list[str]:
+    """Return what is wrong with values of such an error, in words; `most` of the norm is what any weight may lose."""
     if error.not_finite:
         return [f"{error.not_finite} values are not finite on one side alone"]
-    if error.relative is None or error.relative > FAR:
+    if error.relative is None or error.relative > most:
         told = "not defined" if error.relative is None else f"{error.relative:.3g} of their norm"
         return [f"its values are far from the dense ones ({told}): codes or scales are not those of this weight"]
     return []
