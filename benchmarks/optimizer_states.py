@@ -275,6 +275,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=float, default=list(MULTIPLES), help="multiples of the best")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=STEPS, help="of a run from initial values")
+    parser.add_argument("--rate", type=float, help="the best rate, where `rates` is not to look for it")
     parser.add_argument("--finetune-steps", type=int, default=FINETUNE_STEPS)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after these no run is started")
     parser.add_argument("--out", type=Path, metavar="PATH", help="the file of figures, ending in .json")
@@ -297,12 +298,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "small_rate": SMALL_RATE,
         "small_steps": SMALL_STEPS,
     } | {"start_rate": START_RATE}
+    if asked.rate is not None:
+        settings["rate"] = asked.rate
     command = " ".join(["python -m benchmarks.optimizer_states", *([] if arguments is None else arguments)])
     asking = Asking(asked.out or newest(), settings, asked.minutes, command)
     chosen = [each for each in table().values() if any(fnmatch.fnmatchcase(each.name, glob) for glob in asked.only)]
     asking.results["not_run"] = unsupported(chosen)
     able = [each for each in chosen if each.name not in asking.results["not_run"]]
-    best = ask_rates(asking, asked.steps) if {"rates", "scratch"} & set(asked.questions) else None
+    best = asked.rate
+    if best is None and {"rates", "scratch"} & set(asked.questions):
+        best = ask_rates(asking, asked.steps)
     if best is not None and "scratch" in asked.questions:
         ask_scratch(asking, able, best, list(itertools.product(asked.rates, asked.seeds)), asked.steps)
     if "small-rate" in asked.questions:

@@ -1,6 +1,7 @@
 """Tables and a picture of what optimizer_states.py found.
 
-Differences are taken seed by seed, from the contender with the same weights and masters and moments in fp32.
+Differences are taken seed by seed, from the contender with the same weights and masters and moments in fp32. With
+d_1 .. d_n those of n seeds,   mean = sum d / n,   standard error = sqrt(sum (d - mean)^2 / (n - 1) / n).
 """
 
 import math
@@ -47,36 +48,72 @@ def _scratch(results: Mapping[str, Any]) -> list[str]:
     if not runs:
         return []
     multiples = sorted({multiple for by_rate in runs.values() for multiple in by_rate}, key=float)
-    heads = [head for multiple in multiples for head in (f"loss, {multiple}x", "spread", "minus fp32 states")]
-    lines = [
-        "## From scratch",
-        "",
-        "Nats a byte at the end; the spread is the largest less the smallest over seeds.",
-        "",
-    ]
+    columns = ("spread", "minus fp32 states", "mean ± standard error")
+    heads = [head for multiple in multiples for head in (f"loss, {multiple}x", *columns)]
+    steps = results["settings"]["steps"]
+    said = f"Nats a byte after {steps} steps; the spread is the largest less the smallest over seeds."
+    lines = ["## From scratch", "", said, ""]
     lines += [f"| weights | states | bytes a weight | {' | '.join(heads)} |", f"|---|---|---:|{'---:|' * len(heads)}"]
     for name, row in table().items():
         if name in runs:
             cells = [cell for multiple in multiples for cell in _cells(runs, name, row.baseline, multiple)]
             lines.append(f"| {row.weights} | {row.states} | {row.bytes_per_weight:.3g} | {' | '.join(cells)} |")
+    return [*lines, "", *_all_pairs(runs)]
+
+
+def _all_pairs(runs: Runs) -> list[str]:
+    """Of each kind of states, the differences of all weights, rates and seeds together."""
+    gaps: dict[str, list[float]] = {}
+    for name, row in table().items():
+        for multiple in runs.get(name, {}):
+            found = _gaps(runs, name, row.baseline, multiple)
+            if found:
+                gaps.setdefault(row.states, []).extend(found)
+    if not gaps:
+        return []
+    lines = ["All weights, rates and seeds together, minus fp32 states:", ""]
+    lines += ["| states | pairs of runs | above fp32 | mean ± standard error |", "|---|---:|---:|---:|"]
+    lines += [
+        f"| {states} | {len(each)} | {sum(gap > 0 for gap in each)} | {_mean_and_error(each)} |"
+        for states, each in gaps.items()
+    ]
     return [*lines, ""]
 
 
+def _gaps(runs: Runs, name: str, baseline: str, multiple: str) -> list[float]:
+    """Loss minus the baseline's, of each seed that both have ended."""
+    if name == baseline:
+        return []
+    mine, theirs = runs[name][multiple], runs.get(baseline, {}).get(multiple, {})
+    pairs = [(mine[seed]["last"], theirs[seed]["last"]) for seed in sorted(mine) if seed in theirs]
+    return [own - other for own, other in pairs if own is not None and other is not None]
+
+
+def _mean_and_error(gaps: list[float]) -> str:
+    """One difference has no error, and is shown beside."""
+    if len(gaps) < 2:
+        return ""
+    return f"{statistics.fmean(gaps):+.4f} ± {_error(gaps):.4f}"
+
+
+def _error(values: list[float]) -> float:
+    """The standard error of the mean."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
 def _cells(runs: Runs, name: str, baseline: str, multiple: str) -> list[str]:
-    """Mean loss, its spread over seeds, and the distance from the baseline of each seed."""
+    """Mean loss, its spread over seeds, the distance from the baseline of each seed, and its mean."""
     found = runs[name].get(multiple, {})
-    last = {seed: run["last"] for seed, run in sorted(found.items())}
+    last = [run["last"] for run in found.values()]
     if not last:
-        return ["", "", ""]
-    ended = [loss for loss in last.values() if loss is not None]
+        return ["", "", "", ""]
+    ended = [loss for loss in last if loss is not None]
     if len(ended) < len(last):
-        return [f"{len(last) - len(ended)} of {len(last)} diverged", "", ""]
-    theirs = {} if name == baseline else runs.get(baseline, {}).get(multiple, {})
-    pairs = [(loss, theirs[seed]["last"]) for seed, loss in last.items() if seed in theirs]
-    gaps = [mine - other for mine, other in pairs if other is not None]
+        return [f"{len(last) - len(ended)} of {len(last)} diverged", "", "", ""]
+    gaps = _gaps(runs, name, baseline, multiple)
     spread = f"{max(ended) - min(ended):.4f}" if len(ended) > 1 else ""
     shown = ", ".join(f"{gap:+.4f}" for gap in gaps)
-    return [f"{statistics.fmean(ended):.4f} ({len(ended)})", spread, shown]
+    return [f"{statistics.fmean(ended):.4f} ({len(ended)})", spread, shown, _mean_and_error(gaps)]
 
 
 def _loss(loss: float | None) -> str:
@@ -125,7 +162,7 @@ def _not_run(results: Mapping[str, Any]) -> list[str]:
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """For each kind of weights, held-out loss less the baseline's against the step, at the best rate; means of seeds.
 
-    Grey: how far single seeds of the baseline are from their mean.
+    Bars: a standard error to each side. Grey: how far single seeds of the baseline are from their mean.
     """
     import matplotlib as mpl
 
@@ -151,7 +188,8 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
                 steps, around = _around_mean(runs[name])
                 below.fill_between(steps, [-each for each in around], around, color="lightgrey")
             else:
-                below.plot(*_mean_gap(runs[name], runs[row.baseline]), **style)
+                steps, means, errors = _mean_gap(runs[name], runs[row.baseline])
+                below.errorbar(steps, means, errors, elinewidth=0.7, capsize=1.5, **style)
         above.set(title=f"{kind} weights, held-out loss", xlabel="step", ylabel="nats a byte")
         below.set(title="minus fp32 states, seed by seed", xlabel="step", ylabel="nats a byte")
         below.axhline(0, color="black", linewidth=1)
@@ -185,14 +223,13 @@ def _around_mean(by_seed: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     return steps, far
 
 
-def _mean_gap(mine: Mapping[str, Any], baseline: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """The mean over seeds that both have."""
-    seeds = [seed for seed in mine if seed in baseline]
-    if not seeds:
-        return [], []
-    steps, own = _mean_curve({seed: mine[seed] for seed in seeds})
-    other = dict(zip(*_mean_curve({seed: baseline[seed] for seed in seeds}), strict=True))
-    return (
-        [step for step in steps if step in other],
-        [loss - other[step] for step, loss in zip(steps, own, strict=True) if step in other],
+def _mean_gap(mine: Mapping[str, Any], baseline: Mapping[str, Any]) -> tuple[list[int], list[float], list[float]]:
+    """Steps, and the mean over seeds that both have and its standard error."""
+    pairs = list(
+        zip(*(_curves({seed: by[seed] for seed in mine if seed in baseline}) for by in (mine, baseline)), strict=True)
     )
+    if not pairs:
+        return [], [], []
+    steps = [step for step in pairs[0][0] if all(step in curve for pair in pairs for curve in pair)]
+    gaps = [[own[step] - other[step] for own, other in pairs] for step in steps]
+    return [int(step) for step in steps], [statistics.fmean(each) for each in gaps], [_error(each) for each in gaps]

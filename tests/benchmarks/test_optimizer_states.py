@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qtensor as qt
-from benchmarks import moment_codes, optimizer_states, small_training
+from benchmarks import moment_codes, optimizer_states, optimizer_states_report, small_training
 from benchmarks import optimizer_contenders as contenders
 from benchmarks.moment_codes import E4M3, E5M2, INT8, U4M4, UINT8, Grid, in_bf16, rounded
 from benchmarks.optimizer_contenders import FULL, PLAIN, AdamWWithBf16Moments
@@ -224,6 +224,33 @@ def test_runs_are_kept_and_not_made_again(few_steps: Path, capsys: pytest.Captur
     assert few_steps.with_suffix(".png").stat().st_size > 1000
     with pytest.raises(ValueError, match="give another --out"):
         optimizer_states.main(["--steps", "5", "--out", str(few_steps)])
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    def runs(**last: float | None) -> dict[str, Any]:
+        return {seed: {"last": loss, "held_out": {"2": loss}} for seed, loss in last.items()}
+
+    name = contenders.compressed("bf16", "remainder", "float8").name
+    scratch = {
+        # seed 2 of the baseline and seed 3 of the other have no partner
+        BASELINES[0]: {"1": runs(s0=1.0, s1=3.0, s2=9.0), "3": runs(s0=2.0, s1=None)},
+        name: {"1": runs(s0=1.1, s1=3.3, s3=7.0), "3": runs(s0=1.8, s1=4.0)},
+    }
+    shown = optimizer_states_report.markdown({"settings": {"steps": 2}, "scratch": scratch})
+    wanted = "4.06 | 3.8000 (3) | 5.9000 | +0.1000, +0.3000 | +0.2000 ± 0.1000 | 2.9000 (2) | 2.2000 | -0.2000 |  |"
+    assert wanted in shown
+    assert "| 12 | 4.3333 (3) | 8.0000 |  |  | 1 of 2 diverged |  |  |  |" in shown
+    # +0.1, +0.3 and -0.2: a standard deviation of 0.2517, over the root of 3
+    assert '| masters="remainder", moments="float8" | 3 | 2 | +0.0667 ± 0.1453 |' in shown
+
+
+def test_a_rate_that_is_given_is_not_looked_for(few_steps: Path) -> None:
+    asked = ["--steps", "4", "--seeds", "0", "--rates", "1", "--rate", "1e-3", "--out", str(few_steps)]
+    optimizer_states.main([*asked, "--questions", "scratch", "--only", BASELINES[0]])
+    results = json.loads(few_steps.read_text())
+    assert "rates" not in results
+    assert results["settings"]["rate"] == 1e-3
+    assert list(results["scratch"][BASELINES[0]]) == ["1"]
 
 
 def test_no_run_is_started_when_time_is_up(few_steps: Path) -> None:
