@@ -1,7 +1,8 @@
 """The contenders of optimizer_states.py: which weights a model has, and which optimizer steps them.
 
 A contender is a line of `CONTENDERS`: name, weights, what builds the optimizer from parameters and a rate, and what it
-needs here. Its baseline is the contender with the same weights, and masters and moments in fp32.
+needs here. Its baseline is the contender with the same weights, and masters and moments in fp32. Those named after a
+larger eps are that baseline again, but for what no update shows: a difference that they have, too, is chance.
 """
 
 import dataclasses
@@ -23,6 +24,8 @@ Weights = Literal["fp32", "bf16", "mxfp8", "nvfp4"]
 RECIPES: dict[Weights, Recipe] = {"mxfp8": qt.MXFP8BlockScaling(), "nvfp4": qt.NVFP4BlockScaling()}
 FULL = "masters fp32, moments fp32"
 PLAIN = "AdamW on fp32 weights"  # finds the best rate, and is the start of those that fine-tune
+# What matters to no update, and lets two runs drift apart: how far pairs are from one another by chance.
+CONTROL = f"{FULL}, eps 1.1e-8"
 Build = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
 
 
@@ -118,6 +121,8 @@ def table() -> dict[str, Contender]:
     low: tuple[Weights, ...] = ("bf16", "mxfp8", "nvfp4")
     rows = [Contender(weights="fp32", states=PLAIN, build=adamw, bytes_per_weight=8)]
     rows += [Contender(weights=weights, states=FULL, build=with_masters, bytes_per_weight=12) for weights in low]
+    build = functools.partial(with_masters, eps=1.1e-8)
+    rows += [Contender(weights=weights, states=CONTROL, build=build, bytes_per_weight=12) for weights in low]
     rows += [Contender(weights="bf16", states="no masters, torch AdamW", build=adamw, bytes_per_weight=4)]
     for kind, size in (("AdamW8bit", 2 + 8 / 256), ("AdamWFp8", 2 + 8 / 256)):
         for stochastic in (False, True):
