@@ -7,7 +7,7 @@
 # make gpu    on a machine with a GPU: the tests that need it, and its benchmarks, in eight minutes, written to
 #             benchmarks/results/    make gpu GPU_PYTHON=python3 BENCH_ARGS="kernels step", where that has all it needs
 # make lint   ruff and mypy
-# make bench  all benchmarks in 25 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"
+# make bench  all benchmarks in 28 minutes, written to benchmarks/results/    make bench BENCH_ARGS="numerics linear"
 # make docs   the pages of docs/ as a site that needs no network, in build/site; a broken link is an error
 # make adversary random scenarios for ten minutes, against what tests do not look for    make adversary BUDGET=1h SEED=7
 # make matrix all tests under one torch after another, and the table of docs/compatibility.md    make matrix TORCH=2.15.0

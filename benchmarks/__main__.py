@@ -1,6 +1,6 @@
 """Asks questions and writes the answers, with machine, versions and command beside the figures.
 
-    python -m benchmarks                      # all questions, within 25 minutes on two quiet cores
+    python -m benchmarks                      # all questions, within 28 minutes on two quiet cores
     python -m benchmarks numerics linear      # some; the files' names end with theirs
     python -m benchmarks calibration --full   # the longer version, for questions that have one
     python -m benchmarks --gpu                # those of a GPU instead, where there is one: gpu/asking.py
@@ -57,7 +57,7 @@ QUESTIONS = {  # cheap ones first
     "deltas": Question(15, full=True),
     "overhead": Question(100),
     "optimizer": Question(45),
-    "memory": Question(190, full=True),
+    "memory": Question(350, full=True),
     "sync": Question(60, full=True),
     "plan_scaling": Question(50, full=True),
     "checkpoints": Question(160),

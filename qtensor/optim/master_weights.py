@@ -68,14 +68,19 @@ class MasterWeightOptimizer(MasterStep):
             In 8 bits those of weights [.., K], K a multiple of 32; others stay in fp32.
         rounding: of both, "stochastic", by counters of `param_groups[..]["states_seed"]`, the step and the place of
             each element in the whole weight, or "nearest", which loses what is less than half a unit, in every step.
+        states: "device", or "host": masters and moments are in host memory between steps (pinned, where weights are on
+            a device), and a step streams them through the device, for torch's optimizers that step each element alone.
+            Weights and gradients stay where they are, and all bytes are the same (see docs/memory.md).
         **optimizer_kwargs: passed to `optimizer_cls`.
 
     Raises:
         ValueError: a parameter is on the meta device; one shares its scale (`share_scales`) with another that is frozen
-            or not among the parameters; or its recipe, dtype or cut does not go with `masters` or `moments`.
+            or not among the parameters; or its recipe, dtype or cut does not go with `masters` or `moments`; or
+            `fused_step=True` with compressed states or states="host".
         RuntimeError: on all ranks of a group, if they do not list the same parameters.
         NotImplementedError: the optimizer is torch.optim.Adafactor and a parameter is sharded, which torch cannot step
-            without masters either; or `masters` or `moments` are asked of one that does not step each element alone.
+            without masters either; or `masters`, `moments` or states="host" are asked of one that does not step each
+            element alone.
 
     Example:
         ```python
