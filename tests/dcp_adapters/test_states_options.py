@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp_state
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from qtensor import Float8CurrentScaling, quantize
 from tests.fsdp_hooks.cases import shard
 from tests.fsdp_hooks.test_compressed_states import assert_same, built, optimizer_of, tensors_of, train
 from tests.optimizer_states import assert_same_model, assert_same_state, bytes_of, copied
@@ -207,3 +209,24 @@ def test_a_parameter_without_a_saved_state_starts_anew() -> None:
     assert its.state[other.a.weight]["step"] == 1
     assert its.state[other.b]["step"] == 3
     alone.assert_bytes_say_masters(other, its, "a step later")
+
+
+@pytest.mark.parametrize(
+    "kept", [torch.float32, torch.bfloat16, Float8CurrentScaling()], ids=["fp32", "bf16", "float8"]
+)
+def test_roots_that_were_converted_on_disk_are_squared(kept: Any) -> None:
+    """Whatever they are stored in: the name says what they are."""
+    model, optimizer = alone.trained()
+    state = alone.state_of(optimizer)
+    number = [name for name, _ in model.named_parameters()].index("a.weight")
+    root = state["state"][number]["exp_avg_sq_root"].dequantize(torch.float32)
+    stored = root.to(kept) if isinstance(kept, torch.dtype) else quantize(root, kept)
+    state["state"][number]["exp_avg_sq_root"] = stored
+    wide = alone.in_fp32(model)
+    wide.load_state_dict(state)
+    values = stored.to(torch.float32) if isinstance(kept, torch.dtype) else stored.dequantize(torch.float32)
+    assert torch.equal(wide.state[model.a.weight]["exp_avg_sq"], values * values)
+    optimizer.load_state_dict(state)
+    torch.testing.assert_close(
+        optimizer.state[model.a.weight]["exp_avg_sq_root"].dequantize(torch.float32), root, rtol=2.0**-3, atol=2.0**-9
+    )

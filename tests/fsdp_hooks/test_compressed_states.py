@@ -42,7 +42,14 @@ def built(name: str | None, storage: str) -> Net:
     if name is None:
         torch.manual_seed(0)
         return Net(rows, head=rows[0])
-    return build(RECIPES[name], rows, storage=storage)
+    model = build(RECIPES[name], rows, storage=storage)
+    if rows == SQUARE:
+        # rows of a block that are elsewhere decide its scale
+        with torch.no_grad():
+            for param in model.parameters():
+                if isinstance(param, QuantizedTensor):
+                    param.copy_(param.dequantize() * torch.exp2(torch.arange(param.shape[0]) % 7).unsqueeze(-1))
+    return model
 
 
 def optimizer_of(model: nn.Module, **options: Any) -> MasterWeightOptimizer:
