@@ -44,11 +44,12 @@ def built(name: str | None, storage: str) -> Net:
         return Net(rows, head=rows[0])
     model = build(RECIPES[name], rows, storage=storage)
     if rows == SQUARE:
-        # rows of a block that are elsewhere decide its scale
+        # the last rows of a block decide its scale, also where others are on another rank
         with torch.no_grad():
             for param in model.parameters():
                 if isinstance(param, QuantizedTensor):
-                    param.copy_(param.dequantize() * torch.exp2(torch.arange(param.shape[0]) % 7).unsqueeze(-1))
+                    factors = torch.exp2(torch.arange(param.shape[0]) % 32 // 8 * 2)
+                    param.copy_(param.dequantize() * factors.unsqueeze(-1))
     return model
 
 
