@@ -114,3 +114,13 @@ def test_rounding_to_the_nearest_draws_nothing(kind: str) -> None:
         optimizer.step()
         found.append({key: parts(value) for key, value in optimizer.state[param].items() if value.ndim})
     assert all(torch.equal(found[0][key].view(torch.uint8), found[1][key].view(torch.uint8)) for key in found[0])
+
+
+def test_the_rows_of_all_experts_are_drawn_apart() -> None:
+    """A row of one expert has no other's draws: its number counts the rows of the experts before it."""
+    param = nn.Parameter(torch.zeros(4, 16, COLUMNS))
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW, [("w", param)], lr=1e-3, moments="float8")
+    param.grad = torch.full_like(param, 1.03)
+    optimizer.step()
+    rows = parts(optimizer.state[param]["exp_avg"]).view(-1, COLUMNS)
+    assert rows.unique(dim=0).shape[0] == 4 * 16

@@ -12,9 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import lr_scheduler
 
-from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, quantized_model_init
+from qtensor import (
+    MasterWeightOptimizer,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    quantize_,
+    quantized_model_init,
+    share_scales,
+)
 from qtensor.optim.compressed.masters import expand_master
-from tests.optimizer_states import assert_same_model, assert_same_state, bytes_of, get, put
+from tests.optimizer_states import assert_same_model, assert_same_state, bytes_of, copied, get, put
 from tests.qtensor.test_compressed_states import (
     SMALL,
     Model,
@@ -278,6 +285,23 @@ def test_a_wrapper_around_a_model_changes_no_byte_of_its_training(name: str) -> 
     found, expected = (list(bytes_of(model).values()) for model in (inner, plain))
     assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
     assert_same_state(state_of(optimizers[1])["state"], state_of(optimizers[0])["state"], name)
+
+
+def test_a_weight_whose_scale_others_move_keeps_its_moments_without_a_gradient() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 32, bias=False, dtype=torch.bfloat16) for _ in range(2)))
+    quantize_(model, NVFP4BlockScaling())
+    share_scales(model, [("0", "1")])
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 0)
+    states = copied(dict(optimizer.state[model[1].weight]))
+    gradients(model, 1)
+    model[1].weight.grad = None
+    optimizer.step()
+    after = optimizer.state[model[1].weight]
+    for name in ("step", "exp_avg", "exp_avg_sq_root"):
+        assert_same_state({name: after[name]}, {name: states[name]}, name)
+    train(model, optimizer, 2)
+    assert optimizer.state[model[1].weight]["step"] == 2
 
 
 def test_a_closure_and_hooks_of_the_step_are_called_once() -> None:
