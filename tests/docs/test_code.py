@@ -253,6 +253,9 @@ def memory(path: Path) -> None:
     states = names["optimizer"].state_dict()["state"]
     quantized = [state for state in states.values() if "exp_avg_sq_root" in state]
     assert quantized
+    at_home = names["on_host"].state_dict()["state"]
+    assert at_home.keys() == states.keys()
+    assert all("master_remainder" in state for state in at_home.values())
     assert {"master_weight"} == {key for state in names["wide"].state_dict()["state"].values() for key in state} - {
         "step",
         "exp_avg",

@@ -177,7 +177,9 @@ def _placed(name: str, value: Tensor, param: Tensor) -> Tensor:
     if isinstance(value, DTensor) and isinstance(param, DTensor):
         if (value.device_mesh, value.placements) == (param.device_mesh, param.placements):
             return value
-        return on_device(value, param).redistribute(param.device_mesh, param.placements)
+        here = on_device(value, param)
+        assert isinstance(here, DTensor)
+        return here.redistribute(param.device_mesh, param.placements)
     return value
 
 

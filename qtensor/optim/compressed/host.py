@@ -137,7 +137,7 @@ class _Chunk:
             _Guest(param, key := masters[param], states.remainders.get(param), states.loaded.get(param), state.get(key))
             for param in params
         ]
-        self.devices = list(dict.fromkeys(guest.device for guest in self._guests))
+        self.devices: Sequence[torch.device] = list(dict.fromkeys(guest.device for guest in self._guests))
 
     def bring(self) -> None:
         """Make the copies; see `streaming.Visit`."""
