@@ -106,16 +106,16 @@ def join(parts: Mapping[str, Tensor], remainder: Tensor, recipe: Recipe) -> Tens
     specs, block = specs_of(recipe), packed_block(recipe)
     rows = [part_rows(parts[spec.name], spec, remainder.shape) for spec in specs]
     kernel = _joining(recipe.stored)
-    return joined(
-        [
-            kernel(
-                cut_into_tiles(remainder[piece].to(torch.int32), block_multiple(recipe)),
-                cut_into_tiles(rows[0][piece], block),
-                *(own_rows(part, piece) for part in rows[1:]),
-            )
-            for piece in pieces_of(remainder, 1, kernel)
-        ]
-    )
+    words = readable(remainder)
+    found = [
+        kernel(
+            cut_into_tiles(words[piece], block_multiple(recipe)),
+            cut_into_tiles(rows[0][piece], block),
+            *(own_rows(part, piece) for part in rows[1:]),
+        )
+        for piece in pieces_of(words, 1, kernel)
+    ]
+    return joined([masters.view(-1, remainder.shape[-1]) for masters in found])
 
 
 def remainder_of(master: Tensor, parts: Mapping[str, Tensor], recipe: Recipe) -> Tensor:
@@ -141,8 +141,13 @@ def split_dense(master: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
 
 def join_dense(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return the fp32 masters of bf16 weights and remainders, both [rows, K]."""
-    kernel = _dense_joining()
-    return joined([kernel(weight[piece], remainder[piece].to(torch.int32)) for piece in pieces_of(weight, 1, kernel)])
+    kernel, words = _dense_joining(), readable(remainder)
+    return joined([kernel(weight[piece], words[piece]) for piece in pieces_of(weight, 1, kernel)])
+
+
+def readable(remainder: Tensor) -> Tensor:
+    """Return int16 as what kernels read: inductor has no vector code for int16, but on a CPU for bf16, as bits."""
+    return remainder.view(torch.bfloat16) if remainder.device.type == "cpu" else remainder.to(torch.int32)
 
 
 def joined(pieces: Sequence[Tensor]) -> Tensor:
@@ -205,15 +210,21 @@ def _splitting(recipe: Recipe, *, decided: bool, drawn: bool) -> Kernel:
 @functools.cache
 def _joining(recipe: Recipe) -> Kernel:
     numerics, own, elements = format_of(recipe), _grain(recipe), block_multiple(recipe)
-    names, packed = [spec.name for spec in specs_of(recipe)], packed_block(recipe)
+    names, packs = [spec.name for spec in specs_of(recipe)], packed_block(recipe) != elements
 
-    def joining(remainder: Tensor, payload: Tensor, *others: Tensor) -> Tensor:
+    def joining(remainder: Tensor, payload: Tensor, *others: Tensor) -> Tensor:  # tiles, or [rows, K]
         grain, block = _constants(own, elements)
-        parts = dict(zip(names, (join_tiles(payload, packed), *others), strict=True))
+        # each block as a row of its own: where blocks are joined to rows, inductor divides to find each element's
+        if remainder.ndim == 3:
+            # branches on one number make these constants of the compiled code
+            if remainder.shape[-1] != block or payload.shape[-1] != (block // 2 if packs else block):
+                raise AssertionError(f"tiles of {remainder.shape[-1]} and {payload.shape[-1]}, expected {block}")
+            others = tuple(part if part.ndim == 0 else part.unsqueeze(-1) for part in others)
+        parts = dict(zip(names, (payload, *others), strict=True))
         base = numerics.decode(parts, recipe)
         tiles = _tiled(base, block)
         floor = lattice.floor_of(_over(numerics.unit(parts, recipe), block), grain.least)
-        number = lattice.count(tiles, grain.bits, floor) + _tiled(join_tiles(remainder, block), block)
+        number = lattice.count(tiles, grain.bits, floor) + _tiled(_whole(remainder), block)
         # an element may stand for 2^128, which is inf in fp32; its number is like any other
         whole = tiles == tiles  # noqa: PLR0124 - not isnan, in vector code
         found = torch.where(whole, lattice.value(number, grain.bits, floor), tiles)
@@ -249,10 +260,15 @@ def _cut(x: Tensor) -> tuple[Tensor, Tensor]:
 def _dense_joining() -> Kernel:
     def joining(weight: Tensor, remainder: Tensor) -> Tensor:
         wide = weight.to(torch.float32)
-        found = (wide.view(torch.int32) + remainder).view(torch.float32)
+        found = (wide.view(torch.int32) + _whole(remainder)).view(torch.float32)
         return torch.where(wide == wide, found, wide)  # noqa: PLR0124 - isnan, in vector code
 
     return Kernel(joining, "join_bf16")
+
+
+def _whole(words: Tensor) -> Tensor:
+    """Return int32 of what `readable` returned."""
+    return words if words.dtype == torch.int32 else words.to(torch.float32).view(torch.int32) >> 16
 
 
 def draws_of(x: Tensor, keys: Tensor, first: Tensor, *, drawn: bool, salt: int = 0) -> Tensor:
