@@ -32,6 +32,7 @@ from qtensor.tensor.quantized_tensor import QuantizedTensor
 if TYPE_CHECKING:
     from qtensor.optim.compressed.step import CompressedStates, CompressedStep
     from qtensor.optim.compressed.storage import Storage
+    from qtensor.optim.fused.compressed.step import BothWays, FusedCompressedStep
     from qtensor.optim.fused.step import FusedStep, Taken
 
 
@@ -51,6 +52,7 @@ class MasterStep(torch.optim.Optimizer):
         _expected: the form of states that are about to be loaded.
         _torn: whether this rank failed in a step after ranks had agreed to it.
         _fused_way: made by the first step that it may be for, and not pickled.
+        _fused_compressed: likewise, for compressed states.
         _taken: what takes the fused way, or steps on compressed states, from the masters' step to the parts' write.
     """
 
@@ -67,7 +69,8 @@ class MasterStep(torch.optim.Optimizer):
     _expected: "Storage | None" = None
     _torn: bool = False
     _fused_way: "FusedStep | None" = None
-    _taken: "Taken | CompressedStep | None" = None
+    _fused_compressed: "FusedCompressedStep | None" = None
+    _taken: "Taken | CompressedStep | BothWays | None" = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -116,7 +119,7 @@ class MasterStep(torch.optim.Optimizer):
             # a frozen parameter may still have a gradient, which is ignored
             stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
         if self._states is not None:
-            self._taken = self._states.take(inner, stepped, self._masters, self._group, self._fresh)
+            self._taken = self._take_compressed(self._states, inner, stepped)
             self._taken.begin()
             return stepped
         self._taken = taken = self._take_fused(inner, stepped)
@@ -133,15 +136,32 @@ class MasterStep(torch.optim.Optimizer):
 
     def _take_fused(self, inner: torch.optim.Optimizer, stepped: list[Tensor]) -> "Taken | None":
         """Return what takes the fused way; None where nothing could, and nothing is imported."""
-        first = next(iter(self._masters.values()), None)
-        applies = first is not None and first.device.type in fused.FUSED_ON and available()
-        if self._wants_fused is False or not (self._wants_fused or applies):
+        if not self._may_fuse():
             return None
         if self._fused_way is None:
             from qtensor.optim.fused.step import FusedStep
 
             self._fused_way = FusedStep(required=self._wants_fused is True)
         return self._fused_way.take(inner, stepped, self._masters, self._group, self._fresh)
+
+    def _take_compressed(
+        self, states: "CompressedStates", inner: torch.optim.Optimizer, stepped: list[Tensor]
+    ) -> "CompressedStep | BothWays":
+        """Return the step on compressed states, with what takes the fused way where something could."""
+        if states.storage.on_host or not self._may_fuse():
+            return states.take(inner, stepped, self._masters, self._group, self._fresh)
+        from qtensor.optim.compressed.step import Weights
+
+        if self._fused_compressed is None:
+            from qtensor.optim.fused.compressed.step import FusedCompressedStep
+
+            self._fused_compressed = FusedCompressedStep(required=self._wants_fused is True)
+        return self._fused_compressed.take(states, inner, Weights(stepped, self._masters, self._group, self._fresh))
+
+    def _may_fuse(self) -> bool:
+        first = next(iter(self._masters.values()), None)
+        applies = first is not None and first.device.type in fused.FUSED_ON and available()
+        return self._wants_fused is not False and bool(self._wants_fused or applies)
 
     def _move(self, move: Callable[[torch.optim.Optimizer], list[Tensor]], *, frozen: bool = False) -> None:
         """Have masters moved, and write the parameters that `move` returns: with `frozen`, those frozen since, too."""

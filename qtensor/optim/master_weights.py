@@ -59,9 +59,10 @@ class MasterWeightOptimizer(MasterStep):
             group must hold the same parameters; those that are no DTensors count as replicated over all of them.
         fused_step: steps and quantizes in one pass over memory (torch.optim.AdamW, Adam and SGD on CUDA, where Triton
             is; see docs/speed.md). None (the default): for all parameters that can take it, with the bytes that
-            foreach=True has; the logger "qtensor.optim.fused.step" tells at level DEBUG why others do not. False:
-            for none. True: for all, and one that cannot take it is an error. `fused=True` is torch's own kernel where
-            this way is not taken; its last bits differ from foreach=True's.
+            foreach=True has; the logger "qtensor.optim.fused.step" (with compressed states
+            "qtensor.optim.fused.compressed.step") tells at level DEBUG why others do not. False: for none. True: for
+            all, and one that cannot take it is an error. `fused=True` is torch's own kernel where this way is not
+            taken; its last bits differ from foreach=True's.
         masters: "fp32", or "remainder": 16 bits beside a weight's own bytes, which say the rest (see docs/memory.md).
             For quantized and bf16 weights; those in fp32 are their own masters.
         moments: "fp32", "bfloat16" or "float8" (MXFP8): what the inner optimizer's moments are kept in between steps.
@@ -333,11 +334,6 @@ def _states_of(
         raise ValueError(
             f"MasterWeightOptimizer(fused_step=True, states={states!r}): the fused step reads states where the weights "
             'are; leave fused_step out, or use states="device"'
-        )
-    if fused_step and storage.compresses:
-        raise ValueError(
-            f"MasterWeightOptimizer(fused_step=True, masters={masters!r}, moments={moments!r}): the fused step "
-            "is for states in fp32; leave fused_step out"
         )
     if storage.on_host:
         from qtensor.optim.compressed.host import HostStates

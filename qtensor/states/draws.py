@@ -16,6 +16,7 @@ from torch import Tensor
 
 GOLDEN = -1640531527  # 0x9E3779B9, odd: columns differ in all bits
 _FIRST, _SECOND = 0x7FEB352D, -2073254261  # 0x7feb352d, 0x846ca68b as int32
+FACTORS = (_FIRST, _SECOND)
 HALF = -(2**31)  # bits that round to the nearest
 _ROWS = 2**31  # rows that one word counts
 

@@ -240,7 +240,8 @@ def _dense_splitting(*, drawn: bool) -> Kernel:
         # half-way above a bf16 number whose last bit is 0: one fp32 step down, or up
         up = draws_of(x, keys, first, drawn=drawn) < 0
         step = torch.where(up, 1, -1).to(torch.int32)
-        moved = torch.where(remainder > LARGEST, (x.view(torch.int32) + step).view(torch.float32), x)
+        # exactly: a NaN of CUDA's, 0x7FFFFFFF, is further away, and the next number is -0.0
+        moved = torch.where(remainder == LARGEST + 1, (x.view(torch.int32) + step).view(torch.float32), x)
         weight, remainder = _cut(moved)
         return weight, torch.where(x == x, remainder, 0)  # noqa: PLR0124 - isnan, in vector code
 

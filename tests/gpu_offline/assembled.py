@@ -181,5 +181,26 @@ def loops(sass: str) -> set[int]:
     return inside
 
 
+def first_loop(cubin: bytes) -> tuple[Units, Units]:
+    """What stands before the first loop of a program, and what is in it: as far as the first branch back.
+
+    Threads of a warp that came apart exchange values by code of its own, which stands behind that and is no loop.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        sass = _printed("nvdisasm", "-c", file.name)
+    code, labels, number = instructions(sass), dict[str, int](), 0
+    for line in sass.splitlines():
+        if label := LABEL.match(line.strip()):
+            labels[label[1]] = number
+        elif (found := INSTRUCTION.search(line)) and found[1] != "NOP":
+            number += 1
+            target = re.search(r"\.L_x_\d+", found[3]) if found[1] == "BRA" else None
+            if target and (start := labels.get(target[0], number)) < number - 1:
+                return units_of(code[:start]), units_of(code[start:number])
+    raise ValueError("there is no loop")
+
+
 def _printed(tool: str, *args: str) -> str:
     return subprocess.run([TOOLS / tool, *args], check=True, capture_output=True, text=True).stdout

@@ -38,6 +38,8 @@ FLOATS = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
 }
+# PTX that looks numbers up -> the power of its operand
+APPROXIMATIONS = {"rcp.approx.ftz.f32 $0, $1;": -1.0, "rsqrt.approx.ftz.f32 $0, $1;": -0.5}
 FLOAT8 = ("fp8e4nv", "fp8e5")
 
 
@@ -142,8 +144,12 @@ def to_e2m1(values: Tensor) -> Tensor:
 
 
 def _assembled(builder: Any, *given: Any) -> Any:
-    """The one piece of PTX that kernels have: four bytes, a high and a low number in each."""
+    """The pieces of PTX that kernels have: four bytes, a high and a low number in each; reciprocals."""
     asm, constraints, numbers, types, _, pack = given
+    if asm in APPROXIMATIONS:
+        assert (constraints, pack) == ("=f,f", 1)
+        made = type(numbers[0])(approximated(numbers[0].data, APPROXIMATIONS[asm]), types[0].scalar)
+        return SimpleNamespace(get_result=lambda number: made)
     assert re.findall(r"(cvt\.\S+) (\w), (\$\d), (\$\d);", asm) == [
         ("cvt.rn.satfinite.e2m1x2.f32", *registers)
         for registers in (("a", "$5", "$1"), ("b", "$6", "$2"), ("c", "$7", "$3"), ("d", "$8", "$4"))
@@ -153,6 +159,20 @@ def _assembled(builder: Any, *given: Any) -> Any:
     low, high = (to_e2m1(torch.from_numpy(each.data)) for each in numbers)
     made = type(numbers[0])((low | high << 4).numpy(), types[0].scalar)
     return SimpleNamespace(get_result=lambda number: made)
+
+
+def approximated(x: Any, power: float) -> Any:
+    """x to that power as the hardware looks it up: denormal numbers are 0, and each result may be off by an ulp."""
+    import numpy as np
+
+    normal = np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x).astype(np.float64)
+    with np.errstate(all="ignore"):
+        found = (normal**power).astype(np.float32)
+    found = np.where(np.abs(found) < 2.0**-126, np.copysign(np.float32(0), found), found)
+    # up, down or neither, as the bits of x happen to be
+    off = (np.asarray(x).view(np.uint32) * np.uint32(0x9E3779B9) >> np.uint32(16)).astype(np.int32) % 3 - 1
+    usual = np.isfinite(found) & (found != 0)
+    return np.where(usual, (found.view(np.int32) + off).view(np.float32), found)
 
 
 def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:

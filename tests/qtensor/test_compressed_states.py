@@ -542,7 +542,6 @@ def test_weights_that_have_no_remainders_are_refused_by_name() -> None:
         ({"moments": "fp8"}, r"moments='fp8'.*expected one of 'fp32', 'bfloat16', 'float8'"),
         ({"moments": "float8", "rounding": "up"}, r"rounding='up'.*expected one of 'stochastic', 'nearest'"),
         ({"rounding": "up"}, r"rounding='up'"),
-        ({"masters": "remainder", "fused_step": True}, "fused_step=True.*leave fused_step out"),
     ],
 )
 def test_unknown_words_are_refused(options: dict[str, Any], why: str) -> None:

@@ -79,14 +79,13 @@ def compress(
         elif how == "bfloat16":
             rounded = as_rows(value)
             if value.numel():
-                bits = draws_of(rounded, *at.of(slice(None)), drawn=at.drawn, salt=_salt(name))
+                bits = draws_of(rounded, *at.of(slice(None)), drawn=at.drawn, salt=salt_of(name))
                 rounded = lattice.by_mantissa(rounded, BF16_BITS, bits)
             rounded = rounded.to(torch.bfloat16)
             found[name] = _written(kept.get(name), rounded.view(value.shape), param)
         else:
             own = name + ROOT if SQUARED[name] else name
-            salted = Positions(at.keys ^ _salt(name), at.first) if at.drawn else at
-            found[own] = _written(kept.get(own), _encoded(value, salted, root=SQUARED[name]), param)
+            found[own] = _written(kept.get(own), _encoded(value, salted(at, name), root=SQUARED[name]), param)
     return found
 
 
@@ -222,6 +221,11 @@ def _written(kept: Any, value: Tensor, param: Tensor) -> Tensor:
     return as_sharded(value, param)
 
 
-def _salt(name: str) -> int:
+def salted(at: Positions, name: str) -> Positions:
+    """Return the positions that the draws of a moment in 8 bits are counted by."""
+    return Positions(at.keys ^ salt_of(name), at.first) if at.drawn else at
+
+
+def salt_of(name: str) -> int:
     """Return what tells the draws of moments from each other and from a master's."""
     return 0x5851F42D + 0x14057B7E * list(SQUARED).index(name) & 0x7FFFFFFF

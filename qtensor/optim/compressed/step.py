@@ -9,7 +9,7 @@ What a chunk was expanded to is kept from `begin` to `finish` if one chunk holds
 twice, the first time without leaving a trace. A step is a function of what is kept, so both times end alike.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,12 +48,13 @@ SEED, COUNT = "states_seed", "states_step"  # options of a group, by which draws
 
 
 class Weights(NamedTuple):
-    """The weights of a step; see the arguments of `FusedStep.take`."""
+    """The weights of a step; see the arguments of `FusedStep.take`. `elsewhere`: those that are stepped elsewhere."""
 
     stepped: Sequence[Tensor]
     masters: Mapping[Tensor, Tensor]
     groups: Mapping[Tensor, int]
     fresh: set[Tensor]
+    elsewhere: Collection[Tensor] = ()
 
 
 @dataclass
@@ -206,7 +207,7 @@ class CompressedStep:
         self._stepped, self._fresh = {id(param) for param in stepped}, fresh
         self.claims: dict[Tensor, Tensor] = {}
         self.moved: dict[Tensor, Tensor] = {}
-        held = states.remainders
+        held = self._held = {param: one for param, one in states.remainders.items() if param not in weights.elsewhere}
         quantized = [param for param in held if is_quantized(param) and (param.requires_grad or self._steps(param))]
         sharing = _share_scales(quantized)
         self._early = [param for param in quantized if param in sharing or (param in fresh and self._steps(param))]
@@ -249,7 +250,7 @@ class CompressedStep:
                 group[COUNT] = count
         done = {id(param) for param in (*self._early, *self._late)}
         # without a gradient here, and moved on another rank
-        others = [param for param in writes if param in self._states.remainders and id(param) not in done]
+        others = [param for param in writes if param in self._held and id(param) not in done]
         chunks = self._chunks([*([] if kept else self._early), *self._late, *others])
         with self._brought([self._early, *chunks] if kept else chunks) as brought:
             for chunk in brought:

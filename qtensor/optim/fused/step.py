@@ -226,14 +226,8 @@ class Taken:
         A weight may go the other way in any step: in its first one, behind a load, where ranks share its rows. So both
         ways are one step, and what torch takes by itself (its own fused kernel, a loop) would be another.
         """
-        asked = [(group, group["foreach"], group["fused"]) for group in self._covered]
-        try:
-            for group in self._covered:
-                group["foreach"], group["fused"] = True, None
+        with asking_foreach(self._covered):
             yield
-        finally:
-            for group, foreach, fused in asked:
-                group["foreach"], group["fused"] = foreach, fused
 
     def begin(self) -> None:
         """Step what need not wait for other ranks; finds the amaxes that are claimed."""
@@ -293,6 +287,19 @@ class Taken:
                 known[key] = packed(numbers_of(task.kind.rule, options, key[1]))
             found.append(known[key])
         return found
+
+
+@contextmanager
+def asking_foreach(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Inside, these groups ask torch for its foreach step."""
+    asked = [(group, group["foreach"], group["fused"]) for group in groups]
+    try:
+        for group in groups:
+            group["foreach"], group["fused"] = True, None
+        yield
+    finally:
+        for group, foreach, fused in asked:
+            group["foreach"], group["fused"] = foreach, fused
 
 
 def run(what: Kind | Output, table: Tensor, owner: Tensor, amaxes: Tensor) -> None:

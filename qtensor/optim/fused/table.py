@@ -54,22 +54,25 @@ def packed(numbers: Sequence[float]) -> bytes:
     return struct.pack(f"{NUMBERS}f", *numbers, *[0.0] * (NUMBERS - len(numbers)))
 
 
-def filled(rows: bytes, grads: Sequence[int], numbers: Sequence[bytes], device: torch.device) -> Tensor:
-    """Return the table of a step on its device, int64 [rows, ROW]; the host does not wait.
+def filled(
+    rows: bytes, grads: Sequence[int], numbers: Sequence[bytes], device: torch.device, *, row: int = ROW
+) -> Tensor:
+    """Return the table of a step on its device, int64 [rows, `row`]; the host does not wait.
 
     Args:
         rows: int64 of the host, what `Addresses.row` returns of each.
         grads: the address of each row's gradient.
         numbers: of each row, `packed`.
         device: of the table.
+        row: words of a row.
     """
     if not rows:
-        return torch.zeros(0, ROW, dtype=torch.int64, device=device)
+        return torch.zeros(0, row, dtype=torch.int64, device=device)
     held = bytearray(rows)
-    memoryview(held).cast("q")[::ROW] = memoryview(array("q", grads))
+    memoryview(held).cast("q")[::row] = memoryview(array("q", grads))
     for end, own in enumerate(numbers, start=1):
-        held[8 * ROW * end - len(own) : 8 * ROW * end] = own
-    table = torch.frombuffer(held, dtype=torch.int64).view(-1, ROW)
+        held[8 * row * end - len(own) : 8 * row * end] = own
+    table = torch.frombuffer(held, dtype=torch.int64).view(-1, row)
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 

@@ -1,0 +1,199 @@
+"""The fused step on compressed states, and beside it the general one of those that cannot take it.
+
+    take     which parameters take it (tasks.py, decision.py); the others are for compressed/step.py
+    begin    before ranks agree: weights without parts
+    finish   once they have agreed: quantized ones, weight, remainder and moments in one pass
+
+Both ways have the same bytes, so a weight may go either way in any step: the general one in its first step, behind a
+load or a write of others, and where masters in fp32 were loaded.
+"""
+
+import logging
+import warnings
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_hooks.kernels.compiled import use_kernels
+from fsdp_hooks.kernels.probes import can_try
+from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, without_torch_function
+from qtensor.optim.compressed.step import COUNT, SEED, CompressedStates, CompressedStep, Weights
+from qtensor.optim.fused.compressed.decision import packed, refuse_rule
+from qtensor.optim.fused.compressed.probe import prove
+from qtensor.optim.fused.compressed.table import ROW
+from qtensor.optim.fused.compressed.tasks import Kind, Task, task_of
+from qtensor.optim.fused.counts import advance_counts, read_counts
+from qtensor.optim.fused.decision import ADAM, Rule, numbers_of, refuse_optimizer, rule_of
+from qtensor.optim.fused.step import CAPTURED, FIRST, FRESH, asking_foreach
+from qtensor.optim.fused.table import Owners, filled
+from qtensor.scales.cut_blocks import CutBlocks
+from qtensor.spec.codecs.rounding import is_armed
+from qtensor.states.draws import key_of
+
+LOG = logging.getLogger(__name__)
+
+LOADED = "its master was loaded in fp32, and no step has compressed it yet"
+PASSING = (FIRST, FRESH, LOADED)  # reasons that pass by themselves
+
+
+class FusedCompressedStep:
+    """The fused way of one optimizer with compressed states.
+
+    Args:
+        required: whether a parameter that cannot take it is an error.
+    """
+
+    def __init__(self, *, required: bool) -> None:
+        self._required = required
+        self._broken: dict[Kind, str] = {}  # what was compiled: why it cannot be; ""
+        self._told: dict[Tensor, str] = {}
+        self._owners = Owners()
+
+    @torch.no_grad()
+    def take(self, states: CompressedStates, inner: torch.optim.Optimizer, weights: Weights) -> "BothWays":
+        """Return the step of these weights.
+
+        Raises:
+            RuntimeError: it is required, and a parameter can not take it.
+        """
+        stepped, masters, groups, fresh, _ = weights
+        watched = is_tracing() or is_watched() or is_armed() or use_kernels.mode == "eager"
+        why = refuse_optimizer(inner, hooked=has_step_hooks(inner), watched=watched)
+        rules = [why or rule_of(type(inner), group) for group in inner.param_groups]
+        tasks: list[Task] = []
+        with without_torch_function():
+            for param in stepped:
+                found = self._look(param, rules[groups[param]], states, inner.state.get(masters[param]) or {}, fresh)
+                if isinstance(found, Task):
+                    tasks.append(found)
+                else:
+                    self._tell(param, found)
+        taken = {task.param for task in tasks}
+        rest = [param for param in stepped if param not in taken]
+        general = CompressedStep(states, inner, Weights(rest, masters, groups, fresh, taken))
+        own = [inner.param_groups[groups[task.param]] for task in tasks]
+        drawn = states.storage.rounding == "stochastic"
+        rows = [
+            key_of(group.get(SEED, 0), states.streams[task.param], group.get(COUNT, 0) + 1) if drawn else (0, 0)
+            for task, group in zip(tasks, own, strict=True)
+        ]
+        covered = [group for group, rule in zip(inner.param_groups, rules, strict=True) if isinstance(rule, Rule)]
+        return BothWays(general, [*zip(tasks, own, rows, strict=True)], self._owners, covered)
+
+    def _look(
+        self,
+        param: Tensor,
+        rule: Rule | str,
+        states: CompressedStates,
+        state: Mapping[str, Any],
+        fresh: set[Tensor],
+    ) -> Task | str:
+        """Return the task of a parameter, or why it takes the general way."""
+        if why := refuse_rule(rule):
+            return why
+        if param in fresh:
+            return FRESH
+        if param in states.loaded:
+            return LOADED
+        if not state:
+            return FIRST
+        task = task_of(param, states.remainders.get(param), state, states.storage)
+        return task if isinstance(task, str) else self._compiled(task.kind) or task
+
+    def _compiled(self, kind: Kind) -> str:
+        """Return why a kernel cannot be used, tried once: before a step depends on it."""
+        if kind not in self._broken:
+            if not can_try(kind.device):
+                return CAPTURED
+            self._broken[kind] = ""
+            table = torch.zeros(1, ROW, dtype=torch.int64, device=kind.device)
+            try:
+                run(kind, table, torch.zeros(0, dtype=torch.int32, device=kind.device))
+                prove(kind, run)
+            except torch.OutOfMemoryError:
+                del self._broken[kind]
+                raise
+            except Exception as error:
+                if use_kernels.mode == "compiled":
+                    del self._broken[kind]  # it is no better in the next step
+                    raise
+                self._broken[kind] = f"its kernel failed: {error}"
+                warnings.warn(
+                    "MasterWeightOptimizer: the kernel of the fused step on compressed states failed "
+                    f"({type(error).__name__}: {error}); parameters that need it take the general way, which is slower "
+                    "and gives the same bytes",
+                    stacklevel=2,
+                )
+        return self._broken[kind]
+
+    def _tell(self, param: Tensor, why: str) -> None:
+        """Log, once, why a parameter takes the general way; raise if it must not."""
+        if self._required and why not in PASSING:
+            raise RuntimeError(
+                f"MasterWeightOptimizer(fused_step=True): a parameter of shape {tuple(param.shape)} and {param.dtype} "
+                f"cannot take the fused step: {why}; leave fused_step out, so that it takes the general way"
+            )
+        if self._told.get(param) != why:
+            self._told[param] = why
+            LOG.debug("a parameter of shape %s takes the general way: %s", tuple(param.shape), why)
+
+
+class BothWays:
+    """One step: what takes the fused way, and a `CompressedStep` of the rest, whose attributes it has."""
+
+    def __init__(
+        self,
+        general: CompressedStep,
+        turns: Sequence[tuple[Task, dict[str, Any], tuple[int, int]]],
+        owners: Owners,
+        covered: Sequence[dict[str, Any]],
+    ) -> None:
+        self._general, self._turns, self._owners, self._covered = general, turns, owners, covered
+        own = {task.param for task, _, _ in turns}
+        self.params = general.params | own
+        self.plain = general.plain | own
+        self.claims, self.moved = general.claims, general.moved
+
+    def begin(self) -> None:
+        """Step what need not wait for other ranks."""
+        with asking_foreach(self._covered):
+            self._general.begin()
+        self._step(behind=False)
+
+    def finish(self, writes: Mapping[Tensor, tuple[Tensor | None, CutBlocks | None]]) -> None:
+        """Step the others, and write; see `CompressedStep.finish`."""
+        with asking_foreach(self._covered):
+            self._general.finish(writes)
+        self._step(behind=True)
+
+    def _step(self, *, behind: bool) -> None:
+        turns = [turn for turn in self._turns if turn[0].behind == behind]
+        counts = read_counts([task.taken for task, _, _ in turns])
+        found: dict[Kind, list[tuple[Task, bytes]]] = {}
+        for (task, group, keys), count in zip(turns, counts, strict=True):
+            numbers = packed(numbers_of(ADAM, group, count + 1), keys)
+            found.setdefault(task.kind, []).append((task, numbers))
+        for kind, own in found.items():
+            self._launch(kind, own)
+        advance_counts([task.taken for task, _, _ in turns])
+
+    def _launch(self, kind: Kind, own: Iterable[tuple[Task, bytes]]) -> None:
+        rows, begin = array("q"), 0
+        own = list(own)
+        for task, _ in own:
+            rows.extend(task.addresses.row(begin))
+            begin += task.programs
+        grads = [task.grad for task, _ in own]
+        table = filled(rows.tobytes(), grads, [numbers for _, numbers in own], kind.device, row=ROW)
+        run(kind, table, self._owners.of(0, tuple(task.programs for task, _ in own), kind.device))
+
+
+def run(kind: Kind, table: Tensor, owner: Tensor) -> None:
+    """Launch what a kind of tasks needs."""
+    # nobody else imports Triton
+    from qtensor.optim.fused.compressed import launches
+
+    launches.step(kind, table, owner)
