@@ -23,7 +23,8 @@ from qtensor.numerics.triton_kernels import available
 from qtensor.optim import fused, master_states, optimizer_modes
 from qtensor.optim.batches import write_each
 from qtensor.optim.inner_step import step_masters
-from qtensor.optim.masters import LastWrites, copy_many, refill
+from qtensor.optim.lists import copy_many
+from qtensor.optim.masters import LastWrites, refill
 from qtensor.optim.replicas import Replicas
 from qtensor.optim.step_agreement import StepOutcome, Trained, agree, tell
 from qtensor.scales.high_precision import HighPrecisionWeight

@@ -55,8 +55,11 @@ def mix(x: Tensor) -> Tensor:
     return x ^ _shifted(x, 16)
 
 
-def row_keys(key: Sequence[int], rows: Tensor) -> Tensor:
-    """Return int32 [rows, 1]: the key of each row, given its number in the whole tensor (int64 [rows])."""
+def row_keys(key: Sequence[int] | Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Return int32 [rows, 1]: the key of each row, given its number in the whole tensor (int64 [rows]).
+
+    The two words of `key` may be int32 [rows] each, of rows that belong to different weights.
+    """
     low, high = (rows % _ROWS).to(torch.int32), (rows // _ROWS).to(torch.int32)
     return mix(mix(low ^ key[0]) + (high ^ key[1])).unsqueeze(-1)
 

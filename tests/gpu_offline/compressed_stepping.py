@@ -56,6 +56,7 @@ def on_gpu(seen: Seen) -> Iterator[None]:
         foreach_on_cuda(),
         use_kernels("auto"),
         mock.patch.object(fused, "FUSED_ON", {"cpu"}),
+        mock.patch("qtensor.optim.fused.compressed.tasks.FUSED_ON", {"cpu"}),
         mock.patch("qtensor.optim.fused.compressed.step.prove"),
         counted(seen),
         launches_go_to(launch),

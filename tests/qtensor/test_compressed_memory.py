@@ -9,6 +9,7 @@ from torch import nn
 from benchmarks.allocations import OfAllocator
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, quantize, use_kernels
 from qtensor.numerics import tiles
+from qtensor.optim.compressed import stacks
 from qtensor.optim.inner_step import CHUNK
 
 SIDE = 256
@@ -38,3 +39,15 @@ def test_a_chunk_is_let_go_before_the_next_one_is_expanded(quantized: bool, monk
     with use_kernels("eager"):
         one, three = (peak_of(weights, quantized=quantized) for weights in (1, 3))
     assert three < one + 4 * ELEMENTS  # a master alone has that many
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_a_large_weight_is_expanded_in_pieces(quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "SMALL", ELEMENTS)
+    monkeypatch.setitem(tiles.CHUNK, "cpu", ELEMENTS // 16)
+    peaks = []
+    for elements in (ELEMENTS, ELEMENTS // 8):
+        monkeypatch.setitem(stacks.PIECE, "cpu", elements)
+        with use_kernels("eager"):
+            peaks.append(peak_of(1, quantized=quantized))
+    assert peaks[1] < peaks[0] / 2

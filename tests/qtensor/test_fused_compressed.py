@@ -74,6 +74,7 @@ def taken(optimizer: MasterWeightOptimizer) -> BothWays:
     stepped = [param for param in optimizer._masters if param.grad is not None]
     with (
         mock.patch.object(fused, "FUSED_ON", {"cpu"}),
+        mock.patch("qtensor.optim.fused.compressed.tasks.FUSED_ON", {"cpu"}),
         mock.patch("qtensor.optim.master_step.available", return_value=True),
         mock.patch.object(FusedCompressedStep, "_compiled", return_value=""),
         use_kernels("auto"),

@@ -130,9 +130,9 @@ def converted(
             continue
         here = "fp32" if CENTERED.get(_plain(name)) in own else how
         value = _placed(name, given, param)
-        if keep and _is_kept_so(name, value, here):
+        if keep and is_kept_so(name, value, here):
             found[name] = value
-        elif _is_kept_so(name, value, here):
+        elif is_kept_so(name, value, here):
             found[name] = home(value, param) if home is not None else on_device(value, param, copy=True)
         else:
             # its rows are counted there
@@ -182,7 +182,8 @@ def _placed(name: str, value: Tensor, param: Tensor) -> Tensor:
     return value
 
 
-def _is_kept_so(name: str, value: Tensor, how: str) -> bool:
+def is_kept_so(name: str, value: Tensor, how: str) -> bool:
+    """Return whether a moment is kept in the form that is asked for."""
     own = local_of(value)
     if how == "float8":
         return (

@@ -9,7 +9,7 @@ What a chunk was expanded to is kept from `begin` to `finish` if one chunk holds
 twice, the first time without leaving a trace. A step is a function of what is kept, so both times end alike.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from qtensor.optim.compressed.masters import (
     write_master,
 )
 from qtensor.optim.compressed.places import Places
+from qtensor.optim.compressed.stacks import Stack, kind_of, stacks_of
 from qtensor.optim.compressed.storage import Storage, is_quantized
 from qtensor.scales.agreement import claim_of, common_along
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
@@ -222,7 +223,7 @@ class CompressedStep:
 
     def begin(self) -> None:
         """Step what need not wait for other ranks, and find what is claimed."""
-        with self._brought(self._chunks(self._first)) as brought:
+        with self._brought(self._chunks(self._step_stacks(self._first))) as brought:
             for chunk in brought:
                 guests = self._advance(chunk)
                 while guests:
@@ -251,7 +252,12 @@ class CompressedStep:
         done = {id(param) for param in (*self._early, *self._late)}
         # without a gradient here, and moved on another rank
         others = [param for param in writes if param in self._held and id(param) not in done]
-        chunks = self._chunks([*([] if kept else self._early), *self._late, *others])
+        # nothing was agreed on for these
+        alone = [param for param in self._late if writes.get(param) == (None, None)]
+        left = {id(param) for param in self._step_stacks(alone)}
+        alike = {id(param) for param in alone} - left
+        late = [param for param in self._late if id(param) not in alike]
+        chunks = self._chunks([*([] if kept else self._early), *late, *others])
         with self._brought([self._early, *chunks] if kept else chunks) as brought:
             for chunk in brought:
                 guests, kept = kept or self._advance(chunk), []
@@ -292,6 +298,48 @@ class CompressedStep:
         # closed after an error, too: a traceback would keep it open
         with closing(self._states.brought(chunks, self._inner.state, self._masters, write=write)) as brought:  # type: ignore[type-var]
             yield brought
+
+    def _step_stacks(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Step and write small weights as one, and large ones in pieces; returns the others."""
+        # a chunk of states in host memory is brought whole
+        if self._states.storage.on_host:
+            return list(params)
+        kinds: dict[Tensor, Hashable | None] = {}
+        for param in params:
+            held = self._states.remainders.get(param)
+            if held is None or param in self._states.loaded:
+                continue
+            how, state = self._states.storage.moment_of(param), self._inner.state.get(self._masters[param]) or {}
+            kind = kind_of(param, words_of(held), state, how)
+            if kind is not None:
+                kinds[param] = kind, self._groups[param], self._states.places.column(param)
+        stacks, cut, single = stacks_of(params, kinds)
+        for stack in stacks:
+            self._step_stack(stack, [slice(None)])
+        for param, pieces in cut:
+            self._step_stack([param], pieces)
+        return single
+
+    def _step_stack(self, params: Sequence[Tensor], pieces: Sequence[slice]) -> None:
+        """Step weights of one kind as one, or one weight in pieces, and write them."""
+        number, states = self._groups[params[0]], self._states
+        if states.storage.rounding == "nearest":
+            at = states.places.nearest(params[0])
+        else:
+            streams = [(states.streams[param], self._counts[number]) for param in params]
+            at = states.places.stacked(params, self._inner.param_groups[number].get(SEED, 0), streams)
+        remainders = [words_of(states.remainders[param]) for param in params]
+        kept = [self._inner.state.get(self._masters[param]) or {} for param in params]
+        for rows in pieces:
+            stack, here = Stack(params, remainders, rows), at.of(rows)
+            master = stack.masters()
+            guest = _Guest(params[0], master, expand(stack.states(kept), master))
+            grads = [self._grads[param][rows] for param in params]
+            grad = (torch.cat(grads) if len(grads) > 1 else grads[0]).to(torch.float32)
+            with _as_groups(self._inner, [guest], [grad], self._groups):
+                self._inner.step()
+            stack.keep_states(compress(guest.state, master, states.storage.moment_of(params[0]), here), kept)
+            stack.write(master, here)
 
     def _steps(self, param: Tensor) -> bool:
         return id(param) in self._stepped

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import is_zero_tensor, local_of
-from qtensor.optim import fused
 from qtensor.optim.compressed.masters import words_of
 from qtensor.optim.compressed.places import pieces_of_shard
+from qtensor.optim.fused import FUSED_ON
 from qtensor.optim.fused.compressed.decision import Form, cut_of, form_of, refuse_state, weight_form
 from qtensor.optim.fused.compressed.table import Addresses
 from qtensor.optim.fused.decision import GRADS
@@ -75,7 +75,7 @@ def task_of(  # noqa: PLR0911 - a reason each
         storage: what states are kept in.
     """
     shard, how = local_of(param), storage.moment_of(param)
-    if shard.device.type not in fused.FUSED_ON:
+    if shard.device.type not in FUSED_ON:
         return f"it is on {shard.device.type}"
     if how not in MOMENTS:
         return f"its moments are kept in {how}"
