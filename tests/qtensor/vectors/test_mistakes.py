@@ -134,6 +134,7 @@ def vars_of(scheme: Scheme) -> dict[str, object]:
     return {field.name: getattr(scheme, field.name) for field in dataclasses.fields(scheme)}
 
 
+pytestmark = pytest.mark.full
 MISTAKES = {f"{name}-{mistake}": (name, mistake, wrong) for name, mistake, wrong in mistakes()}
 
 
