@@ -477,3 +477,31 @@ def test_a_chunk_is_abandoned_where_its_iterator_is_closed() -> None:
     assert states.remainders[model.a.weight] is home
     assert inner.state[key] is own
     assert not (home == 7).any()
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@each_form
+def test_a_gpu_leaves_the_same_bytes_and_pinned_states(options: dict[str, Any]) -> None:
+    found = []
+    for states in ("device", "host"):
+        model = Model(RECIPES["mxfp8"]).to("cuda")
+        optimizer = optimizer_of(model, states=states, foreach=True, fused_step=False, **options)
+        if isinstance(optimizer._states, HostStates):
+            optimizer._states.chunk = 1
+        for step in range(4):
+            gradients(twin := Model(), step)
+            for param, its in zip(model.parameters(), twin.parameters(), strict=True):
+                param.grad = None if its.grad is None else its.grad.to("cuda")
+            optimizer.step()
+        if states == "host":
+            kept = [value for own in optimizer.state.values() for value in own.values() if value.ndim]
+            parts = [part for one in kept for part in (one.parts().values() if hasattr(one, "parts") else [one])]
+            assert all(part.device.type == "cpu" and part.is_pinned() for part in parts)
+        found.append(({name: value.cpu() for name, value in bytes_of(model).items()}, copied(optimizer.state_dict())))
+    (own, state), (other, host) = found
+    assert all(torch.equal(other[name], value) for name, value in own.items())
+    at_home = {number: {name: value.cpu() for name, value in entry.items()} for number, entry in state["state"].items()}
+    assert_same_state(host["state"], at_home, "states")
