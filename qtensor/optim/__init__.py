@@ -7,7 +7,7 @@ inner_step.py       the step of the inner optimizer, chunk by chunk, on gradient
 fused/              the step of AdamW, Adam and SGD on CUDA, with the parts' write, in one pass
 compressed/         masters as remainders and moments in 8 bits: a step on states that are expanded for it
 step_agreement.py   what ranks agree on in a step, by one all-reduce
-batches.py          many small weights, written at once; lists.py: copies of many tensors
+batches.py          many small weights, written at once
 replicas.py         do replicas hold the same bytes?
 optimizer_modes.py  inner optimizers with modes (train, eval)
 

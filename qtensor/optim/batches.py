@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp_hooks.torch_private import without_torch_function
 from qtensor.numerics import kernels
-from qtensor.optim.lists import SMALL, STACK, copy_rows
+from qtensor.optim.masters import copy_rows
 from qtensor.scales.agreement import claim_of, decide
 from qtensor.scales.cut_blocks import CutBlocks
 from qtensor.spec.lens import OWN
@@ -24,6 +24,9 @@ from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import keeps_history, tensor_wide
 from qtensor.tensor.contents import write
 from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+SMALL = 2**18  # elements
+STACK = 2**22  # elements that are stacked at a time
 
 
 @torch.no_grad()

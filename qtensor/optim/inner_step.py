@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.torch_private import dtensor_like, local_of, locals_of, without_torch_function
-from qtensor.optim.lists import copy_many
+from qtensor.optim.masters import copy_many
 from qtensor.states.kinds import APART, CHUNK, CHUNK_ELSEWHERE
 
 

@@ -25,7 +25,7 @@ from qtensor.states.kinds import MASTER, OF_MASTERS, REMAINDER, ROOT, WORD
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from qtensor.optim.compressed.step import CompressedStates
+    from qtensor.optim.compressed.states import CompressedStates
 
 
 def saved_states(params: Sequence[Tensor], state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:

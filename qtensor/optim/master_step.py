@@ -23,15 +23,15 @@ from qtensor.numerics.triton_kernels import available
 from qtensor.optim import fused, master_states, optimizer_modes
 from qtensor.optim.batches import write_each
 from qtensor.optim.inner_step import step_masters
-from qtensor.optim.lists import copy_many
-from qtensor.optim.masters import LastWrites, refill
+from qtensor.optim.masters import LastWrites, copy_many, refill
 from qtensor.optim.replicas import Replicas
 from qtensor.optim.step_agreement import StepOutcome, Trained, agree, tell
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from qtensor.optim.compressed.step import CompressedStates, CompressedStep
+    from qtensor.optim.compressed.states import CompressedStates
+    from qtensor.optim.compressed.step import CompressedStep
     from qtensor.optim.compressed.storage import Storage
     from qtensor.optim.fused.compressed.step import BothWays, FusedCompressedStep
     from qtensor.optim.fused.step import FusedStep, Taken
@@ -149,15 +149,16 @@ class MasterStep(torch.optim.Optimizer):
         self, states: "CompressedStates", inner: torch.optim.Optimizer, stepped: list[Tensor]
     ) -> "CompressedStep | BothWays":
         """Return the step on compressed states, with what takes the fused way where something could."""
-        if states.storage.on_host or not self._may_fuse():
-            return states.take(inner, stepped, self._masters, self._group, self._fresh)
-        from qtensor.optim.compressed.step import Weights
+        from qtensor.optim.compressed.step import CompressedStep, Weights
 
+        weights = Weights(stepped, self._masters, self._group, self._fresh)
+        if states.storage.on_host or not self._may_fuse():
+            return CompressedStep(states, inner, weights)
         if self._fused_compressed is None:
             from qtensor.optim.fused.compressed.step import FusedCompressedStep
 
             self._fused_compressed = FusedCompressedStep(required=self._wants_fused is True)
-        return self._fused_compressed.take(states, inner, Weights(stepped, self._masters, self._group, self._fresh))
+        return self._fused_compressed.take(states, inner, weights)
 
     def _may_fuse(self) -> bool:
         first = next(iter(self._masters.values()), None)

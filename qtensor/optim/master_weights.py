@@ -40,7 +40,7 @@ from qtensor.optim.replicas import Replicas
 from qtensor.optim.step_agreement import TRAINED
 
 if TYPE_CHECKING:
-    from qtensor.optim.compressed.step import CompressedStates
+    from qtensor.optim.compressed.states import CompressedStates
 
 
 class MasterWeightOptimizer(MasterStep):
@@ -254,7 +254,7 @@ class MasterWeightOptimizer(MasterStep):
             ```
         """
         from qtensor.optim.compressed.expected import restore_counters
-        from qtensor.optim.compressed.step import CompressedStates
+        from qtensor.optim.compressed.states import CompressedStates
         from qtensor.optim.compressed.storage import Storage, check_storage
 
         assert self._inner is not None
@@ -340,7 +340,7 @@ def _states_of(
 
         return HostStates(storage)
     if storage.compresses:
-        from qtensor.optim.compressed.step import CompressedStates
+        from qtensor.optim.compressed.states import CompressedStates
 
         return CompressedStates(storage)
     return None

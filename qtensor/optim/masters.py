@@ -19,17 +19,20 @@ import operator
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_hooks.kernels.digest import digests
-from fsdp_hooks.torch_private import local_of, locals_of, without_torch_function
+from fsdp_hooks.torch_private import foreach_copy, local_of, locals_of, without_torch_function
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.registry import specs_of
 from qtensor.tensor.contents import preserve, values_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 LOG = logging.getLogger(__name__)
+
+BY_ROW = frozenset({"cpu"})  # where copying row by row is quick, if no view of each row is made for it
+LISTED = {Tensor, nn.Parameter, HighPrecisionWeight}  # classes that are copied by the list
 
 
 def check_trainable(kind: type[torch.optim.Optimizer], params: Iterable[object]) -> None:
@@ -181,3 +184,27 @@ def refill(master: Tensor, param: Tensor) -> None:
         target.add_(0.0)
     else:
         target.copy_(local)  # bit for bit: a step that adds nothing writes it back
+
+
+def copy_many(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Do target.copy_(source) for many tensors, by one call for each pair of dtypes: a GPU is slow to begin each."""
+    alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for target, source in pairs:
+        # a class of another library may know no lists
+        if not {type(target), type(source)} <= LISTED:
+            target.copy_(source)
+            continue
+        alike.setdefault((target.dtype, source.dtype), []).append((target, source))
+    for some in alike.values():
+        foreach_copy([target for target, _ in some], [source for _, source in some])
+
+
+def copy_rows(targets: Sequence[Tensor], source: Tensor) -> None:
+    """Do target.copy_(row) for each row of `source` [n, ..], all of one shape and dtype."""
+    if source.device.type in BY_ROW:
+        torch.unbind_copy(source, out=list(targets))
+    elif source.itemsize == 1:  # as bytes: some devices copy no lists of float8
+        rows = source.view(torch.uint8).unbind()
+        foreach_copy([target.view(torch.uint8) for target in targets], list(rows))
+    else:
+        foreach_copy(list(targets), list(source.unbind()))

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, QuantizedTensor, quantize
 from qtensor.optim import inner_step, masters
 from qtensor.optim.inner_step import in_fp32
-from qtensor.optim.lists import copy_many
+from qtensor.optim.masters import copy_many
 from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.qtensor.recipes_under_test import same_bytes
 from tests.recipes import ROW

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.torch_private import dtensor_around
 from qtensor.optim.compressed.entries import converted, is_moment, on_device
 from qtensor.optim.compressed.masters import expand_master, new_remainder, recipe_mark
-from qtensor.optim.compressed.step import COUNT, SEED
+from qtensor.optim.compressed.states import COUNT, SEED
 from qtensor.optim.compressed.storage import Storage
 from qtensor.states.kinds import MARK, MASTER, OF_MASTERS, REMAINDER
 
 if TYPE_CHECKING:
-    from qtensor.optim.compressed.step import CompressedStates
+    from qtensor.optim.compressed.states import CompressedStates
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.torch_private import dtensor_like, local_of
 from qtensor.optim.compressed.entries import on_device
 from qtensor.optim.compressed.masters import as_sharded, first_master, stand_in
-from qtensor.optim.compressed.step import CompressedStates
+from qtensor.optim.compressed.states import CompressedStates
 from qtensor.optim.compressed.storage import is_quantized
 from qtensor.optim.compressed.streaming import Lanes, stream
 from qtensor.states.kinds import MASTER

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from fsdp_hooks.torch_private import local_of
 from qtensor.numerics import kernels
+from qtensor.optim.batches import SMALL, STACK
 from qtensor.optim.compressed.entries import is_kept_so, is_moment
 from qtensor.optim.compressed.masters import dense_of
-from qtensor.optim.lists import SMALL, STACK, copy_many
+from qtensor.optim.masters import copy_many
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.lens import OWN
 from qtensor.spec.recipes import Recipe

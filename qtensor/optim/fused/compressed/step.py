@@ -20,7 +20,8 @@ from torch import Tensor
 from fsdp_hooks.kernels.compiled import use_kernels
 from fsdp_hooks.kernels.probes import can_try
 from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, without_torch_function
-from qtensor.optim.compressed.step import COUNT, SEED, CompressedStates, CompressedStep, Weights
+from qtensor.optim.compressed.states import COUNT, SEED, CompressedStates
+from qtensor.optim.compressed.step import CompressedStep, Weights
 from qtensor.optim.fused.compressed.decision import packed, refuse_rule
 from qtensor.optim.fused.compressed.probe import prove
 from qtensor.optim.fused.compressed.table import ROW
