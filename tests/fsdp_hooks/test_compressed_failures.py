@@ -130,7 +130,7 @@ CASES = [
     ("nvfp4", "inner", "behind", -1, SMALL_CHUNKS),  # the second time that they step
     ("nvfp4", "claim_of", "before", -1, LARGE),
     ("mxfp8", "write_dense", "before", -1, LARGE),
-    ("mxfp8", "write_master", "behind", 2, LARGE),
+    ("mxfp8", "compress", "behind", -1, LARGE),
     ("nvfp4", "write_master", "behind", -1, LARGE),
     ("mxfp8_square", "compress", "behind", -1, LARGE),
 ]

@@ -189,9 +189,10 @@ def is_kept_so(name: str, value: Tensor, how: str) -> bool:
         return (
             isinstance(own, QuantizedTensor) and own.recipe == RECIPE and name.endswith(ROOT) == SQUARED[_plain(name)]
         )
-    return not isinstance(own, QuantizedTensor) and own.dtype == (
-        torch.bfloat16 if how == "bfloat16" else torch.float32
-    )
+    # a dense root is of a checkpoint that was converted on disk
+    if name.endswith(ROOT) or isinstance(own, QuantizedTensor):
+        return False
+    return own.dtype == (torch.bfloat16 if how == "bfloat16" else torch.float32)
 
 
 def _plain(name: str) -> str:
