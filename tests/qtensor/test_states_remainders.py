@@ -249,3 +249,14 @@ def test_infinities_of_bf16_weights_stay() -> None:
 
 def test_the_helper_knows_exponents() -> None:
     assert exponent(torch.tensor([1.0, 0.75, 2.0**-149, 3e38])).tolist() == [0, -1, -149, 127]
+
+
+def test_nan_of_any_bits_stays_nan_in_bf16() -> None:
+    """CUDA's NaN is 0x7FFFFFFF, half-way between two bf16 by its bits, and the number behind it is -0.0."""
+    bits = [0x7FFFFFFF, 0x7FC00000, 0x7F800001, 0x7FFF8000, -1, -0x400000]
+    x = torch.tensor(bits, dtype=torch.int32).view(torch.float32).repeat(ROWS, 1)
+    for at in (positions(), nearest()):
+        weight, remainder = remainders.split_dense(x, at)
+        assert weight.isnan().all()
+        assert remainders.join_dense(weight, remainder).isnan().all()
+        assert not remainder.any()
