@@ -40,3 +40,11 @@ APART = frozenset(
 
 # those of them that treat each element on its own: a shard of a weight steps as a plain tensor
 ELEMENTWISE = APART - {torch.optim.Adafactor}
+
+
+def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether an optimizer treats each element on its own: one of torch's, or a class that says it does.
+
+    It says so by `elementwise = True`, of itself alone: a subclass may do more.
+    """
+    return kind in ELEMENTWISE or vars(kind).get("elementwise") is True

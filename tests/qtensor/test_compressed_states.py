@@ -30,6 +30,25 @@ from tests.qtensor.recipes_under_test import same_bytes, same_parts, weight
 from tests.recipes import recipes
 from tests.sampling import pairwise, sampled
 
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer from elsewhere, which says of itself that each element steps alone (Chen et al., 2302.06675)."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    moment = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                    param.sub_(moment.lerp(param.grad, 0.1).sign(), alpha=group["lr"])
+                    moment.lerp_(param.grad, 0.01)
+
+
 MXFP8 = MXFP8BlockScaling()
 RECIPES = recipes(lambda each: not each.history)
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -45,6 +64,7 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "radam": (torch.optim.RAdam, {"lr": 0.01}),
     "asgd": (torch.optim.ASGD, {"lr": 0.01}),
     "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "lion": (Lion, {"lr": 0.001}),
 }
 MOMENTS = ("float8", "bfloat16", "fp32")
 ROUNDING = ("stochastic", "nearest")
@@ -513,8 +533,12 @@ class _Own(torch.optim.AdamW):
     pass
 
 
+class _OfLion(Lion):
+    """It does not say of itself what its base says."""
+
+
 def test_optimizers_that_may_look_at_more_than_one_element_are_refused() -> None:
-    kinds = [_Own, torch.optim.Adafactor, *filter(None, [getattr(torch.optim, "Muon", None)])]
+    kinds = [_Own, _OfLion, torch.optim.Adafactor, *filter(None, [getattr(torch.optim, "Muon", None)])]
     for kind in kinds:
         for options in (SMALL, {"masters": "remainder"}, {"moments": "bfloat16"}):
             with pytest.raises(NotImplementedError, match=rf"{kind.__name__}.* is not known to step each element"):
