@@ -66,7 +66,8 @@ class MasterWeightOptimizer(MasterStep):
         masters: "fp32", or "remainder": 16 bits beside a weight's own bytes, which say the rest (see docs/memory.md).
             For quantized and bf16 weights; those in fp32 are their own masters.
         moments: "fp32", "bfloat16" or "float8" (MXFP8): what the inner optimizer's moments are kept in between steps.
-            In 8 bits those of weights [.., K], K a multiple of 32; others stay in fp32.
+            In 8 bits those of weights [.., K], K a multiple of 32; others stay in fp32. None: "float8" with remainders,
+            else "fp32".
         rounding: of both, "stochastic", by counters of `param_groups[..]["states_seed"]`, the step and the place of
             each element in the whole weight, or "nearest", which loses what is less than half a unit, in every step.
         states: "device", or "host": masters and moments are in host memory between steps (pinned, where weights are on
@@ -101,12 +102,12 @@ class MasterWeightOptimizer(MasterStep):
         check_replicas: bool = False,
         fused_step: bool | None = None,
         masters: str = "fp32",
-        moments: str = "fp32",
+        moments: str | None = None,
         rounding: str = "stochastic",
         states: str = "device",
         **optimizer_kwargs: Any,
     ) -> None:
-        if (masters, moments, rounding, states) != ("fp32", "fp32", "stochastic", "device"):
+        if (masters, moments, rounding, states) != ("fp32", None, "stochastic", "device"):
             self._states = _states_of(masters, moments, rounding, states, fused_step=fused_step is True)
         self._check_replicas, self._wants_fused = check_replicas, fused_step
         self._inner = None
@@ -232,7 +233,7 @@ class MasterWeightOptimizer(MasterStep):
         self._publish_state(saved)
 
     @contextlib.contextmanager
-    def expecting_states(self, *, masters: str = "fp32", moments: str = "fp32") -> Iterator[None]:
+    def expecting_states(self, *, masters: str = "fp32", moments: str | None = None) -> Iterator[None]:
         """Inside, the state dict has the entries of a checkpoint whose states are of another form, to load it into.
 
         `load_state_dict` inside converts what was loaded to this optimizer's own form, and ends it. Do not save what
@@ -240,7 +241,7 @@ class MasterWeightOptimizer(MasterStep):
 
         Args:
             masters: that of the optimizer that saved the checkpoint.
-            moments: that of this optimizer, too.
+            moments: likewise; None: those that go with such masters, as of this class.
 
         Raises:
             ValueError: no such form, or not of these parameters.
@@ -255,10 +256,10 @@ class MasterWeightOptimizer(MasterStep):
         """
         from qtensor.optim.compressed.expected import restore_counters
         from qtensor.optim.compressed.states import CompressedStates
-        from qtensor.optim.compressed.storage import Storage, check_storage
+        from qtensor.optim.compressed.storage import Storage, check_storage, moments_beside
 
         assert self._inner is not None
-        expected = Storage(masters, moments)
+        expected = Storage(masters, moments_beside(masters, moments))
         if expected.compresses:
             check_storage(expected, type(self._inner), self._named())
         counters, self._expected = CompressedStates.counters_of(self.param_groups), expected
@@ -324,12 +325,12 @@ class MasterWeightOptimizer(MasterStep):
 
 
 def _states_of(
-    masters: str, moments: str, rounding: str, states: str, *, fused_step: bool
+    masters: str, moments: str | None, rounding: str, states: str, *, fused_step: bool
 ) -> "CompressedStates | None":
     """Return what keeps states of this form; None: nobody needs to."""
-    from qtensor.optim.compressed.storage import Storage
+    from qtensor.optim.compressed.storage import Storage, moments_beside
 
-    storage = Storage(masters, moments, rounding, states)
+    storage = Storage(masters, moments_beside(masters, moments), rounding, states)
     if fused_step and storage.on_host:
         raise ValueError(
             f"MasterWeightOptimizer(fused_step=True, states={states!r}): the fused step reads states where the weights "

@@ -560,6 +560,26 @@ def test_weights_that_have_no_remainders_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("masters", "moments", "kept"),
+    [
+        ("remainder", None, "float8"),
+        ("remainder", "fp32", "fp32"),
+        ("fp32", None, "fp32"),
+        ("fp32", "float8", "float8"),
+    ],
+)
+def test_moments_go_with_masters_unless_they_are_asked_for(masters: str, moments: Any, kept: str) -> None:
+    model = Model()
+    optimizer = optimizer_of(model, masters=masters, moments=moments)
+    train(model, optimizer, 0)
+    state = optimizer.state[model.a.weight]
+    assert ("master_remainder" in state) == (masters == "remainder")
+    assert ("exp_avg_sq_root" in state) == (kept == "float8")
+    with optimizer.expecting_states(masters=masters, moments=moments):
+        assert optimizer.state[model.a.weight].keys() == state.keys()
+
+
+@pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"masters": "bf16"}, r"masters='bf16'.*expected one of 'fp32', 'remainder'"),

@@ -31,7 +31,9 @@ def grained(monkeypatch: pytest.MonkeyPatch, grain: Grain | None) -> Iterator[An
 
 
 def optimizer_of(model: nn.Module) -> MasterWeightOptimizer:
-    return MasterWeightOptimizer(torch.optim.AdamW, model.named_parameters(), lr=1e-3, masters="remainder")
+    return MasterWeightOptimizer(
+        torch.optim.AdamW, model.named_parameters(), lr=1e-3, masters="remainder", moments="fp32"
+    )
 
 
 @pytest.mark.parametrize("scales", SCALES)

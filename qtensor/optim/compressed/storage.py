@@ -20,6 +20,13 @@ ROUNDING = ("stochastic", "nearest")
 STATES = ("device", "host")
 
 
+def moments_beside(masters: str, moments: str | None) -> str:
+    """Return what moments are kept in: what is asked for, or what goes with the masters."""
+    if moments is not None:
+        return moments
+    return "float8" if masters == "remainder" else "fp32"
+
+
 @dataclass(frozen=True)
 class Storage:
     """What masters and moments are kept in between steps, how they are rounded to it, and in which memory they are."""
