@@ -13,5 +13,6 @@ optimizer_modes.py  inner optimizers with modes (train, eval)
 
 In which order to read: masters.py (what there is), inner_step.py (what moves it), step_agreement.py (what ranks tell
 each other), `_move` in master_step.py (a step, made of these three); then, for CUDA, fused/step.py,
-fused/tasks.py and fused/decision.py. The rest stands beside: each is called from one place.
+fused/tasks.py and fused/decision.py; for masters and moments in less than fp32, compressed/states.py and
+compressed/step.py. The rest stands beside: each is called from one place.
 """

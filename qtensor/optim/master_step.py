@@ -195,12 +195,16 @@ class MasterStep(torch.optim.Optimizer):
             # the error that led here is the one to report
             with contextlib.suppress(Exception):
                 tell(*self._collect_writes(set(), frozen=frozen)[:2], self._labels, replicas)
-            self.__dict__.pop("_taken", None)  # what it holds of the weights is no use any more
+            self._let_go()
             raise
         # behind all that may fail on one rank: no quantized byte is written before all ranks have come here
         outcome = agree(trained, dense, self._labels, replicas)
         self._torn = True  # until all is written; then ranks are at one again
-        written = self._requantize(trained, outcome) | {param for param, _, _ in plain}
+        try:
+            written = self._requantize(trained, outcome) | {param for param, _, _ in plain}
+        except BaseException:
+            self._let_go()
+            raise
         self._torn = False
         if self._taken is not None:
             written, self._taken = written | self._taken.plain, None
@@ -215,6 +219,12 @@ class MasterStep(torch.optim.Optimizer):
         if replicas is not None:
             # now that all ranks are known to step the same parameters
             replicas.warn_of_none()
+
+    def _let_go(self) -> None:
+        """Drop what a step that failed holds of the weights, once nothing is on its way any more."""
+        self.__dict__.pop("_taken", None)
+        if self._states is not None:
+            self._states.settle()
 
     def _collect_writes(
         self, with_grad: set[Tensor], *, frozen: bool

@@ -78,7 +78,7 @@ class MasterWeightOptimizer(MasterStep):
     Raises:
         ValueError: a parameter is on the meta device; one shares its scale (`share_scales`) with another that is frozen
             or not among the parameters; or its recipe, dtype or cut does not go with `masters` or `moments`; or
-            `fused_step=True` with compressed states or states="host".
+            `fused_step=True` with states="host".
         RuntimeError: on all ranks of a group, if they do not list the same parameters.
         NotImplementedError: the optimizer is torch.optim.Adafactor and a parameter is sharded, which torch cannot step
             without masters either; or `masters`, `moments` or states="host" are asked of one that does not step each
@@ -177,9 +177,9 @@ class MasterWeightOptimizer(MasterStep):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of any optimizer, with masters in it."""
         master_states.forget_looks(self.state, self._masters)
-        self._join_masters()
         if self._states is not None:
             self._states.settle()
+        self._join_masters()
         if self._states is not None and self._states.storage.compresses and self._expected is None:
             # a remainder belongs to the bytes beside it: those that others wrote have none
             with torch.no_grad():

@@ -127,3 +127,24 @@ def test_so_do_other_optimizers() -> None:
 
 def test_states_that_are_no_moments_step_alone() -> None:
     assert trained(RECIPES["mxfp8"], amsgrad=True)[1] == []
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bfloat16", "float8"])
+def test_who_stands_where_decides_no_byte_with_a_fused_inner_step(moments: str) -> None:
+    """torch's fused AdamW rounds what is left of a vector otherwise than the vector."""
+    found = []
+    for order in ((0, 1, 2), (2, 0, 1), (1,)):
+        params = [nn.Parameter(torch.full((7, 33), 0.5 + number, dtype=torch.bfloat16)) for number in range(3)]
+        named = [(f"p{number}", params[number]) for number in order]
+        optimizer = MasterWeightOptimizer(torch.optim.AdamW, named, fused=True, masters="remainder", moments=moments)
+        for step in range(5):
+            for number, param in enumerate(params):
+                generator = torch.Generator().manual_seed(10 * step + number)
+                param.grad = torch.randn(7, 33, generator=generator).to(torch.bfloat16)
+            optimizer.step()
+        assert optimizer.param_groups[0]["fused"] is True
+        found.append(held([params[1]], optimizer))
+    assert found[0].keys() == found[1].keys() == found[2].keys()
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+        assert torch.equal(value, found[2][name]), name

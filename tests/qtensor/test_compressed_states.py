@@ -741,6 +741,46 @@ def test_a_remainder_of_another_recipe_is_refused(other: str) -> None:
     assert not target.state
 
 
+# -- a step that fails -------------------------------------------------------------------------------------------------
+
+
+def _disagree(*_: Any) -> Any:
+    raise RuntimeError("the ranks differ")
+
+
+@pytest.mark.parametrize("states", ["device", "host"])
+def test_a_step_that_ranks_do_not_agree_on_counts_nothing(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are fresh step before ranks agree: with copies of their counts."""
+    model, optimizer = trained()
+    target = Model()
+    target.load_state_dict(model.state_dict())
+    again = optimizer_of(target, states=states)
+    again.load_state_dict(state_of(optimizer))
+    before = state_of(again)
+    gradients(target, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("qtensor.optim.master_step.agree", _disagree)
+        with pytest.raises(RuntimeError, match="the ranks differ"):
+            again.step()
+    number = [name for name, _ in target.named_parameters()].index("a.weight")
+    assert state_of(again)["state"][number]["step"] == before["state"][number]["step"] == 2
+    again.load_state_dict(before)
+    target.load_state_dict(model.state_dict())
+    for net, its in ((model, optimizer), (target, again)):
+        train(net, its, 2)
+    assert_same_model(target, bytes_of(model), states)
+    assert optimizer.state[model.a.weight]["step"] == again.state[target.a.weight]["step"] == 3
+
+
+def test_a_step_that_fails_behind_the_agreement_keeps_no_gradients_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    monkeypatch.setattr("qtensor.optim.compressed.step.CompressedStep.finish", _disagree)
+    gradients(model, 2)
+    with pytest.raises(RuntimeError, match="the ranks differ"):
+        optimizer.step()
+    assert optimizer._taken is None
+
+
 # -- what may come between ---------------------------------------------------------------------------------------------
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize, use_kernels
 from qtensor.optim import fused
-from qtensor.optim.fused.compressed.decision import Form, cut_of, form_of, packed, refuse_rule, weight_form
-from qtensor.optim.fused.compressed.step import BothWays, FusedCompressedStep
+from qtensor.optim.fused.compressed.decision import EMPTY, Form, cut_of, form_of, packed, refuse_rule, weight_form
+from qtensor.optim.fused.compressed.step import PASSING, BothWays, FusedCompressedStep
 from qtensor.optim.fused.compressed.table import NUMBERS, Cut
 from qtensor.optim.fused.decision import ADAM, MOMENTUM
 from qtensor.spec.registry import format_of
@@ -239,3 +239,9 @@ def test_the_fused_step_writes_the_bytes_of_the_general_way(
     first, *others = ran
     for other in others:
         assert [torch.equal(a, b) for a, b in zip(first, other, strict=True)] == [True] * len(first)
+
+
+def test_a_shard_without_elements_passes_where_the_fused_step_is_required() -> None:
+    """A bias of 4 on 8 ranks has four of them."""
+    assert cut_of((4,), [(4, 0)]) == EMPTY
+    assert EMPTY in PASSING

@@ -13,5 +13,7 @@ step.py      a step: chunks of weights are expanded, stepped by the inner optimi
 host.py      states in host memory, of which a step has copies on the device
 streaming.py in which order chunks are copied there, computed on and copied back
 
+On CUDA, ../fused/compressed steps what it can of them in one pass, and leaves the rest to step.py.
+
 Nothing of it is imported, and no call comes here, unless it was asked for.
 """

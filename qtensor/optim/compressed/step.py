@@ -112,7 +112,7 @@ class CompressedStep:
         with self._brought(chunks, write=False) as brought:
             for chunk in brought:
                 if len(chunks) == 1:
-                    self._kept = self._advance(chunk, compare=True)
+                    self._kept = self._advance(chunk, compare=True, apart=True)
                     self._claim(self._kept)
                     continue
                 with self._untouched(chunk):
@@ -232,8 +232,14 @@ class CompressedStep:
             param, self._inner.param_groups[number].get(SEED, 0), (states.streams[param], self._counts[number])
         )
 
-    def _advance(self, params: Sequence[Tensor], *, compare: bool = False) -> list[_Guest]:
-        """Return these weights, expanded; those that have gradients stepped."""
+    def _advance(self, params: Sequence[Tensor], *, compare: bool = False, apart: bool = False) -> list[_Guest]:
+        """Return these weights, expanded; those that have gradients stepped.
+
+        Args:
+            params: the weights.
+            compare: whether somebody asks if they moved.
+            apart: whether numbers of states, `step` and the like, are stepped as copies: ranks have yet to agree.
+        """
         guests = []
         for param in params:
             master = self._expand(param)
@@ -241,7 +247,10 @@ class CompressedStep:
             before = self._before(param, master) if asks else None
             # its state is that of what stands for it in the inner optimizer's groups
             state = self._inner.state.get(self._masters[param]) or {}
-            guests.append(_Guest(param, master, expand(state, param) if self._steps(param) else {}, before))
+            expanded = expand(state, param) if self._steps(param) else {}
+            if apart:
+                expanded = {name: _copy_of_number(value) for name, value in expanded.items()}
+            guests.append(_Guest(param, master, expanded, before))
         stepping = [guest for guest in guests if self._steps(guest.param)]
         grads = [self._grads[guest.param].to(torch.float32) for guest in stepping]
         with _as_groups(self._inner, stepping, grads, self._groups):
@@ -315,10 +324,14 @@ def _as_groups(
 ) -> Iterator[None]:
     """Inside, the groups of an optimizer hold the masters of these alone, with their gradients and states."""
     everything = [group["params"] for group in inner.param_groups]
+    fused = [group.get("fused") for group in inner.param_groups]
     steps = [guest.master.detach() for guest in guests]
     try:
         for group in inner.param_groups:
             group["params"] = []
+            # torch's fused step rounds what is left of a vector otherwise: bytes would depend on who stands where
+            if group.get("fused"):
+                group["fused"] = None
         for guest, master, grad in zip(guests, steps, grads, strict=True):
             master.grad = grad
             inner.param_groups[groups[guest.param]]["params"].append(master)
@@ -328,10 +341,16 @@ def _as_groups(
         for guest, master in zip(guests, steps, strict=True):
             guest.state = inner.state.get(master) or {}
     finally:
-        for group, own in zip(inner.param_groups, everything, strict=True):
+        for group, own, asked in zip(inner.param_groups, everything, fused, strict=True):
             group["params"] = own
+            if asked:
+                group["fused"] = asked
         for master in steps:
             inner.state.pop(master, None)
+
+
+def _copy_of_number(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and not value.ndim else value
 
 
 def _gradient(param: Tensor) -> Tensor:

@@ -159,18 +159,17 @@ class FusedStep:
         if what not in self._broken:
             if not can_try(device):
                 return CAPTURED
-            self._broken[what] = ""
             table = torch.zeros(1, ROW, dtype=torch.int64, device=device)
             none, amax = (torch.zeros(size, dtype=torch.int32, device=device) for size in (0, 1))
             try:
                 run(what, table, none, amax)
                 prove(what, device, recipe, run)
+                self._broken[what] = ""  # an interrupt before that proves nothing
             except torch.OutOfMemoryError:
-                del self._broken[what]
                 raise
             except Exception as error:
+                # it is no better in the next step
                 if use_kernels.mode == "compiled":
-                    del self._broken[what]  # it is no better in the next step
                     raise
                 self._broken[what] = f"its kernel failed: {error}"
                 warnings.warn(

@@ -13,6 +13,7 @@ from qtensor.numerics.triton_kernels import ByHand
 from qtensor.optim.fused.compressed.table import BLOCK, KEYS, NUMBERS, USUAL, Cut
 from qtensor.optim.fused.decision import ADAM, Rule
 
+EMPTY = "it has no elements"
 TILE = 16  # blocks that a program holds at once, in one warp, 16 numbers of each thread
 TURNS = 8  # tiles of a program, at most
 LONGEST = 2**26  # numbers of a row, of which 16 are counted in 32 bits
@@ -81,7 +82,7 @@ def cut_of(shape: Sequence[int], pieces: Sequence[tuple[int, int]]) -> Cut | str
             return "its rows do not follow each other in the whole weight"
     top = (leading[0][0] if leading else 0) * above
     if not rows * length:
-        return "it has no elements"
+        return EMPTY
     if length > LONGEST or top + rows > MOST_ROWS or left + length > 2**31 - BLOCK:
         return "it has more rows or columns than the kernel counts"
     return Cut(rows, length, top, left)

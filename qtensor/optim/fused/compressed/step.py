@@ -11,8 +11,8 @@ load or a write of others, and where masters in fp32 were loaded.
 import logging
 import warnings
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fsdp_hooks.kernels.probes import can_try
 from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, without_torch_function
 from qtensor.optim.compressed.states import COUNT, SEED, CompressedStates
 from qtensor.optim.compressed.step import CompressedStep, Weights
-from qtensor.optim.fused.compressed.decision import packed, refuse_rule
+from qtensor.optim.fused.compressed.decision import EMPTY, packed, refuse_rule
 from qtensor.optim.fused.compressed.probe import prove
 from qtensor.optim.fused.compressed.table import ROW
 from qtensor.optim.fused.compressed.tasks import Kind, Task, task_of
@@ -37,7 +37,7 @@ from qtensor.states.draws import key_of
 LOG = logging.getLogger(__name__)
 
 LOADED = "its master was loaded in fp32, and no step has compressed it yet"
-PASSING = (FIRST, FRESH, LOADED)  # reasons that pass by themselves
+PASSING = (FIRST, FRESH, LOADED, EMPTY)  # reasons that pass by themselves, or of shards that have nothing to step
 
 
 class FusedCompressedStep:
@@ -109,17 +109,16 @@ class FusedCompressedStep:
         if kind not in self._broken:
             if not can_try(kind.device):
                 return CAPTURED
-            self._broken[kind] = ""
             table = torch.zeros(1, ROW, dtype=torch.int64, device=kind.device)
             try:
                 run(kind, table, torch.zeros(0, dtype=torch.int32, device=kind.device))
                 prove(kind, run)
+                self._broken[kind] = ""  # an interrupt before that proves nothing
             except torch.OutOfMemoryError:
-                del self._broken[kind]
                 raise
             except Exception as error:
+                # it is no better in the next step
                 if use_kernels.mode == "compiled":
-                    del self._broken[kind]  # it is no better in the next step
                     raise
                 self._broken[kind] = f"its kernel failed: {error}"
                 warnings.warn(
@@ -142,6 +141,11 @@ class FusedCompressedStep:
             LOG.debug("a parameter of shape %s takes the general way: %s", tuple(param.shape), why)
 
 
+class _Pass(NamedTuple):
+    launches: list[tuple[Kind, Tensor, Tensor]]
+    counts: list[Tensor]
+
+
 class BothWays:
     """One step: what takes the fused way, and a `CompressedStep` of the rest, whose attributes it has."""
 
@@ -157,39 +161,46 @@ class BothWays:
         self.params = general.params | own
         self.plain = general.plain | own
         self.claims, self.moved = general.claims, general.moved
+        self._behind: _Pass | None = None
 
     def begin(self) -> None:
-        """Step what need not wait for other ranks."""
+        """Step what need not wait for other ranks, and make ready what does: behind the agreement nothing may fail."""
         with asking_foreach(self._covered):
             self._general.begin()
-        self._step(behind=False)
+        self._behind = self._ready(behind=True)
+        self._step(self._ready(behind=False))
 
     def finish(self, writes: Mapping[Tensor, tuple[Tensor | None, CutBlocks | None]]) -> None:
         """Step the others, and write; see `CompressedStep.finish`."""
         with asking_foreach(self._covered):
             self._general.finish(writes)
-        self._step(behind=True)
+        assert self._behind is not None
+        self._step(self._behind)
 
-    def _step(self, *, behind: bool) -> None:
+    def _ready(self, *, behind: bool) -> "_Pass":
+        """Return the launches of a pass, and the counts of steps that it advances."""
         turns = [turn for turn in self._turns if turn[0].behind == behind]
         counts = read_counts([task.taken for task, _, _ in turns])
         found: dict[Kind, list[tuple[Task, bytes]]] = {}
         for (task, group, keys), count in zip(turns, counts, strict=True):
             numbers = packed(numbers_of(ADAM, group, count + 1), keys)
             found.setdefault(task.kind, []).append((task, numbers))
-        for kind, own in found.items():
-            self._launch(kind, own)
-        advance_counts([task.taken for task, _, _ in turns])
+        return _Pass([self._launch(kind, own) for kind, own in found.items()], [task.taken for task, _, _ in turns])
 
-    def _launch(self, kind: Kind, own: Iterable[tuple[Task, bytes]]) -> None:
+    def _step(self, ready: "_Pass") -> None:
+        for kind, table, owner in ready.launches:
+            run(kind, table, owner)
+        advance_counts(ready.counts)
+
+    def _launch(self, kind: Kind, own: Sequence[tuple[Task, bytes]]) -> tuple[Kind, Tensor, Tensor]:
+        """Return a launch: its kind, the table of its tasks, and which of them each program works for."""
         rows, begin = array("q"), 0
-        own = list(own)
         for task, _ in own:
             rows.extend(task.addresses.row(begin))
             begin += task.programs
         grads = [task.grad for task, _ in own]
         table = filled(rows.tobytes(), grads, [numbers for _, numbers in own], kind.device, row=ROW)
-        run(kind, table, self._owners.of(0, tuple(task.programs for task, _ in own), kind.device))
+        return kind, table, self._owners.of(0, tuple(task.programs for task, _ in own), kind.device)
 
 
 def run(kind: Kind, table: Tensor, owner: Tensor) -> None:
