@@ -20,6 +20,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from dcp_adapters.hf.layouts.layout import Scheme, kind_of
 from dcp_adapters.hf.layouts.registry import layout_named
 from dcp_adapters.streams.weight_stream import WeightStream
 from qtensor.model.built_model import choose_linears
@@ -30,6 +31,8 @@ from qtensor.spec.registry import registered, specs_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 METHOD = "qtensor"
+USUAL = "compressed-tensors"
+FUSED_SCALES = ("raise", "requantize")
 IMPORT = "quantize_ a model on the meta device, shard it, and load by import_hf(directory, model)"
 
 
@@ -44,10 +47,13 @@ class QTensorConfig(QuantizationConfigMixin):  # type: ignore[misc] # transforme
         include: globs over module fqns, as of `quantize_`.
         exclude: globs over the fqns of modules to leave out; None: the output embedding, which transformers' own
             quantizers leave out, too.
-        layout: what `save_pretrained` writes: "compressed-tensors", "modelopt" or "fp8", as of `export_hf`.
+        layout: what `save_pretrained` writes: "compressed-tensors", "modelopt" or "fp8", as of `export_hf`, which must
+            have such weights; None: "compressed-tensors", if it has, and otherwise `save_pretrained` is refused.
+        fused_scales: "raise" or "requantize", as of `export_hf`: whether `save_pretrained` may round weights again that
+            engines run as one and whose global scales (NVFP4) differ, as they do in a model that was loaded so.
 
     Raises:
-        ValueError: the recipe's format or the layout is not known.
+        ValueError: the recipe's format or the layout is not known, or the layout has no such weights.
         TypeError: a text instead of a list of patterns.
 
     Example:
@@ -57,12 +63,13 @@ class QTensorConfig(QuantizationConfigMixin):  # type: ignore[misc] # transforme
         ```
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - options of one configuration, which transformers makes by name
         self,
         recipe: Recipe | Mapping[str, Any],
         include: Iterable[str] = ("*",),
         exclude: Iterable[str] | None = None,
-        layout: str = "compressed-tensors",
+        layout: str | None = None,
+        fused_scales: str = "raise",
         quant_method: str = METHOD,
     ) -> None:
         for name, value in (("include", include), ("exclude", exclude)):
@@ -72,7 +79,14 @@ class QTensorConfig(QuantizationConfigMixin):  # type: ignore[misc] # transforme
         self.recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_json(dict(recipe))
         registered(self.recipe)
         self.include, self.exclude = tuple(include), None if exclude is None else tuple(exclude)
-        self.layout = layout_named(layout).name
+        if fused_scales not in FUSED_SCALES:
+            raise ValueError(f"QTensorConfig(fused_scales={fused_scales!r}): expected one of {', '.join(FUSED_SCALES)}")
+        self.fused_scales, self.layout = fused_scales, layout
+        if layout is not None:
+            kind, its = kind_of(self.recipe), layout_named(layout)
+            if kind is None:
+                raise ValueError(f"QTensorConfig({self.recipe}, layout={layout!r}): engines have no such weights")
+            its.entry(Scheme.of(kind, calibrated=False), "QTensorConfig")
         self._told: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,7 +95,12 @@ class QTensorConfig(QuantizationConfigMixin):  # type: ignore[misc] # transforme
             return dict(self._told)
         exclude = None if self.exclude is None else list(self.exclude)
         asked = {"recipe": self.recipe.to_json(), "include": list(self.include), "exclude": exclude}
-        return {"quant_method": self.quant_method, **asked, "layout": self.layout}
+        return {
+            "quant_method": self.quant_method,
+            **asked,
+            "layout": self.layout,
+            "fused_scales": self.fused_scales,
+        }
 
     def tell(self, quantization: Mapping[str, Any]) -> None:
         """Have config.json say what engines are told of weights that are about to be written."""
@@ -182,12 +201,15 @@ class QTensorQuantizer(HfQuantizer):  # type: ignore[misc] # likewise
                 "QuantizedSavePlanner what training goes on from"
             )
         said = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
-        stream = WeightStream(model, layout=config.layout, config=said, no_dist=True, progress=False)
+        options = {"layout": config.layout or USUAL, "fused_scales": config.fused_scales}
+        stream = WeightStream(model, config=said, no_dist=True, progress=False, **options)
         tensors = {name: tensor.clone() for bucket in stream for name, tensor in bucket.items()}
         config.tell(stream.json["config.json"]["quantization_config"])
         return tensors, {}
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        # transformers' save_pretrained leaves the name of a dtype in its config
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for name in self._chosen:
             module = model.get_submodule(name.rpartition(".")[0])
             weight: Any = module.weight

@@ -15,8 +15,9 @@ from dcp_adapters.hf.reading.stored_directory import StoredDirectory, is_directo
 from dcp_adapters.plain.progress_bar import progress_bar
 from dcp_adapters.plain.tables import table
 from dcp_adapters.records.source import Stored
-from dcp_adapters.stored.kept import Kept, look_at_each
+from dcp_adapters.stored.kept import Kept, is_weight, look_at_each
 from dcp_adapters.stored.verifying.findings import Finding
+from qtensor.spec.selection import matches
 
 FORMAT = "dcp_adapters.check/1"
 ABOUT = """\
@@ -49,11 +50,19 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_gguf(arguments)
     stored = open_stored(arguments.checkpoint)
     against = None if arguments.against is None else _open_beside(arguments.against, stored)
+    match = arguments.match or ["*"]
     misread = find_misread(arguments.checkpoint) if is_directory(arguments.checkpoint) else []
-    total = sum(entry.nbytes for entry in stored.entries.values() if entry.recipe is not None)
+    misread = [found for found in misread if matches(found.entry, match) or matches(_weight_of(found.entry), match)]
+    total = sum(one.nbytes for one in stored.entries.values() if is_weight(one) and matches(one.name, match))
     with progress_bar("checking", total, enabled=arguments.progress) as advance:
         weights = list(look_at_each(stored, against, arguments.match, advance=advance))
     return _tell(arguments, stored.layout or "", weights, misread)
+
+
+def _weight_of(name: str) -> str:
+    """Return the weight that a finding is about: it names a module, or a tensor of one."""
+    module, _, own = name.rpartition(".")
+    return f"{module if own.endswith('scale') else name}.weight"
 
 
 def _run_gguf(arguments: argparse.Namespace) -> int:

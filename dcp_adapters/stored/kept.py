@@ -17,6 +17,7 @@ from dcp_adapters.stored.numeric_error import Error, error_between
 from dcp_adapters.stored.part_values import value_fault
 from qtensor.numerics.own_scales import OwnScales
 from qtensor.spec.selection import matches
+from qtensor.states.kinds import IN_8_BITS
 
 # Of the norm of the values. The coarsest format, 4 bits under one scale a row, stays below a third of it for any weight
 # that is not made against it; with nibbles or blocks in another order nothing is left, and it is about 1.4.
@@ -73,7 +74,7 @@ def look_at_each(
         advance: told the bytes of each tensor that is done.
     """
     for entry in stored.entries.values():
-        if entry.recipe is None or not matches(entry.name, match or ["*"]):
+        if not is_weight(entry) or not matches(entry.name, match or ["*"]):
             continue
         parts = stored.parts(entry.name)
         own = _judged(entry, parts)
@@ -98,6 +99,11 @@ def look_at_each(
             faults=tuple(faults),
         )
         advance(entry.nbytes)
+
+
+def is_weight(entry: Entry) -> bool:
+    """Return whether an entry is quantized, and no moment of an optimizer that is kept in 8 bits."""
+    return entry.recipe is not None and entry.name.rpartition(".")[2] not in IN_8_BITS
 
 
 def _judged(entry: Entry, parts: Mapping[str, Tensor]) -> OwnScales:

@@ -39,6 +39,8 @@ from qtensor.tensor.contents import INITIAL_VALUE, initial_value
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 LOG = logging.getLogger(__name__)
+# behind a weight's name, in files of inference engines
+EXPORTED = ("_packed", "_scale", "_scale_2", "_scale_inv", "_global_scale")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
             child.reshard()
     # the same order on all ranks
     weights = sorted(_weights(module, state_dict, prefix), key=lambda weight: weight[0])
+    _refuse_exported(state_dict, [key for key, _, _ in weights])
     shared = {key: groups for key, param, _ in weights if (groups := groups_sharing(param)) or partners_of(param)}
     own = [weight for weight in weights if weight[0] in shared]
     # inner modules have their turn after the outermost one: what it has seen to is not dense any more
@@ -102,6 +105,17 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
         state_dict[entry.key] = _like(entry.param, _quantize(entry, agreed.get(entry.key)))
     if dense:
         LOG.debug("load_state_dict: %d dense values were quantized, the first for %s", len(dense), dense[0].key)
+
+
+def _refuse_exported(state_dict: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Raise if a state dict holds weights in the layout of an export, under other names: torch might pass over them."""
+    for key in keys:
+        found = None if key in state_dict else next((key + end for end in EXPORTED if key + end in state_dict), None)
+        if found is not None:
+            raise ValueError(
+                f"{key}: the state dict has {found} in its place, a part of the weight in a layout of engines; nothing "
+                "has been loaded: read such a directory by dcp_adapters.import_hf"
+            )
 
 
 def _weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor, Any]]:

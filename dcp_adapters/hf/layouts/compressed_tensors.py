@@ -213,7 +213,13 @@ class CompressedTensorsClaims(Claims):
     @functools.cached_property
     def ignored(self) -> list[_Target]:
         """What `left` means; a pattern that could take for ever raises ValueError, for whoever asks."""
-        return [_Target.of(name, self.longest, {}) for name in self.left]
+        try:
+            return [_Target.of(name, self.longest, {}) for name in self.left]
+        except (re.error, OverflowError, RecursionError, ValueError) as error:
+            raise ValueError(
+                f"the quantization_config of config.json has a name in `ignore` that is not used: {error}; name the "
+                "modules"
+            ) from error
 
     def problem(self, module: str, scheme: Scheme) -> str | None:
         """Compare the scheme with the groups of the most exact targets, which decide."""

@@ -235,3 +235,29 @@ def test_a_checkpoint_is_checked_too(tmp_path: Path, capsys: Any) -> None:
 def test_where_nothing_is_quantized_it_says_so(tmp_path: Path, capsys: Any) -> None:
     status, found = check(capsys, write(tmp_path, dense_tensors()))
     assert (status, found["weights"], len(found["findings"])) == (0, [], 1)
+
+
+@pytest.mark.parametrize("pattern", ["re:[", "re:(a+)+$", "re:a{1,99999999999}"])
+def test_a_pattern_that_is_not_used_is_told_and_nothing_is_found(pattern: str, tmp_path: Path, capsys: Any) -> None:
+    path = directory(tmp_path, "compressed-tensors", Scheme("mxfp8", "dynamic"))
+    assert main(["check", str(changed(path, lambda said, _: said["ignore"].append(pattern)))]) == 2
+    assert "`ignore` that is not used" in capsys.readouterr().err
+
+
+def test_what_is_asked_for_alone_is_told(tmp_path: Path, capsys: Any) -> None:
+    path = directory(tmp_path, "compressed-tensors", Scheme("mxfp8", "dynamic"))
+    path = changed(path, lambda said, _: said["ignore"].append("re:model.layers.1.*"))
+    status, found = check(capsys, path, "--match", "*layers.0*")
+    assert (status, found["findings"], len(found["weights"])) == (0, [], 3)
+    status, found = check(capsys, path, "--match", "*layers.1*")
+    assert (status, len(found["findings"])) == (1, 3)
+
+
+def test_moments_of_an_optimizer_are_no_weights(tmp_path: Path, capsys: Any) -> None:
+    values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    state = {"w": quantize(values, MXFP8BlockScaling()), "optim": {"w": {}}}
+    state["optim"]["w"] = {"exp_avg": quantize(values, MXFP8BlockScaling())}
+    save(state, tmp_path / "saved")
+    save({"w": values}, tmp_path / "dense")
+    status, found = check(capsys, tmp_path / "saved", "--against", tmp_path / "dense")
+    assert (status, [each["name"] for each in found["weights"]], found["findings"]) == (0, ["w"], [])

@@ -231,9 +231,10 @@ def test_the_trainer_trains_it(dense: Path, tmp_path: Path) -> None:
     assert all(bits(held.payload) != before[name] for name, held in weights_of(model).items())
 
 
-def test_dequantize_gives_a_dense_model(dense: Path) -> None:
+def test_dequantize_gives_a_dense_model(dense: Path, tmp_path: Path) -> None:
     model = load(dense, QTensorConfig(MXFP8BlockScaling()))
     values = {name: held.dequantize(torch.bfloat16) for name, held in weights_of(model).items()}
+    model.save_pretrained(tmp_path)  # leaves the name of a dtype in the config
     model.dequantize()
     assert not weights_of(model)
     assert all(torch.equal(dict(model.named_parameters())[name], value) for name, value in values.items())
@@ -246,6 +247,41 @@ def test_dequantize_gives_a_dense_model(dense: Path) -> None:
 def test_weights_on_the_disk_are_refused(dense: Path) -> None:
     with pytest.raises(ValueError, match='can not be offloaded to "disk"'):
         load(dense, QTensorConfig(MXFP8BlockScaling()), device_map={"model": "cpu", "lm_head": "disk"})
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4_32", "mxfp8", "float8_row"])
+def test_what_was_saved_for_engines_is_no_state_to_go_on_from(name: str, dense: Path, tmp_path: Path) -> None:
+    """The Trainer loads its checkpoints so: a layout's names are not the model's, and torch would pass over them."""
+    model = load(dense, QTensorConfig(MAIN[name]))
+    model.save_pretrained(tmp_path)
+    before = {key: bits(held.payload) for key, held in weights_of(model).items()}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert "weight" in str(caught.value)
+    assert {key: bits(held.payload) for key, held in weights_of(model).items()} == before
+
+
+def test_a_layout_that_has_no_such_weights_is_refused_at_once() -> None:
+    for recipe, layout in ((MXFP8BlockScaling(), "fp8"), (MAIN["mxfp4"], "modelopt")):
+        with pytest.raises(ValueError, match=f"the layout {layout} has no"):
+            QTensorConfig(recipe, layout=layout)
+    with pytest.raises(ValueError, match="engines have no such weights"):
+        QTensorConfig(Float8CurrentScaling(element="e5m2"), layout="fp8")
+    with pytest.raises(ValueError, match="fused_scales='sometimes'"):
+        QTensorConfig(MXFP8BlockScaling(), fused_scales="sometimes")
+
+
+def test_fused_weights_are_rounded_again_where_that_is_allowed(tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(2)
+    model.save_pretrained(tmp_path / "dense")
+    refused = load(tmp_path / "dense", QTensorConfig(NVFP4BlockScaling()))
+    with pytest.raises(ValueError, match="theirs differ"):
+        refused.save_pretrained(tmp_path / "refused")
+    allowed = load(tmp_path / "dense", QTensorConfig(NVFP4BlockScaling(), fused_scales="requantize"))
+    allowed.save_pretrained(tmp_path / "saved")
+    assert import_hf(tmp_path / "saved", progress=False)
 
 
 def test_a_directory_that_is_quantized_is_refused(dense: Path, tmp_path: Path) -> None:
