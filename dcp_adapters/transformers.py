@@ -203,6 +203,7 @@ class QTensorQuantizer(HfQuantizer):  # type: ignore[misc] # likewise
         said = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
         options = {"layout": config.layout or USUAL, "fused_scales": config.fused_scales}
         stream = WeightStream(model, config=said, no_dist=True, progress=False, **options)
+        # views of one memory would be taken for tied weights
         tensors = {name: tensor.clone() for bucket in stream for name, tensor in bucket.items()}
         config.tell(stream.json["config.json"]["quantization_config"])
         return tensors, {}

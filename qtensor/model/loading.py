@@ -39,8 +39,6 @@ from qtensor.tensor.contents import INITIAL_VALUE, initial_value
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 LOG = logging.getLogger(__name__)
-# behind a weight's name, in files of inference engines
-EXPORTED = ("_packed", "_scale", "_scale_2", "_scale_inv", "_global_scale")
 
 
 @dataclass(frozen=True)
@@ -84,13 +82,13 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
             child.reshard()
     # the same order on all ranks
     weights = sorted(_weights(module, state_dict, prefix), key=lambda weight: weight[0])
-    _refuse_exported(state_dict, [key for key, _, _ in weights])
     shared = {key: groups for key, param, _ in weights if (groups := groups_sharing(param)) or partners_of(param)}
     own = [weight for weight in weights if weight[0] in shared]
     # inner modules have their turn after the outermost one: what it has seen to is not dense any more
     takes_part = any(key in state_dict and (not prefix or _is_dense(state_dict[key], local)) for key, _, local in own)
     device = _device(state_dict[key] for key, _, _ in own if key in state_dict)
     try:
+        _refuse_layouts(module, state_dict, prefix, [key for key, _, _ in weights])
         entries = [_DenseEntry(*weight, _dense_part(*weight, state_dict)) for weight in weights]
         claims = [entry.claim(device) for entry in entries if entry.key in shared]
     except Exception:
@@ -107,10 +105,18 @@ def quantize_dense_entries(module: nn.Module, state_dict: dict[str, Any], prefix
         LOG.debug("load_state_dict: %d dense values were quantized, the first for %s", len(dense), dense[0].key)
 
 
-def _refuse_exported(state_dict: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Raise if a state dict holds weights in the layout of an export, under other names: torch might pass over them."""
-    for key in keys:
-        found = None if key in state_dict else next((key + end for end in EXPORTED if key + end in state_dict), None)
+def _refuse_layouts(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, keys: Iterable[str]) -> None:
+    """Raise if a state dict has tensors in a weight's place, as files of engines have: torch may pass over them.
+
+    These are called <weight>_packed, <weight>_scale and the like, and the module has no tensors of such names.
+    """
+    missing = [key for key in keys if key not in state_dict]
+    if not missing:
+        return
+    named = (module.named_parameters, module.named_buffers)
+    own = {name for names in named for name, _ in names(prefix=prefix.rstrip("."), remove_duplicate=False)}
+    for key in missing:
+        found = next((name for name in state_dict if name.startswith(f"{key}_") and name not in own), None)
         if found is not None:
             raise ValueError(
                 f"{key}: the state dict has {found} in its place, a part of the weight in a layout of engines; nothing "

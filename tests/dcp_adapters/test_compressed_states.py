@@ -81,10 +81,16 @@ def test_training_goes_on_bit_for_bit_on_other_numbers_of_ranks(
     run_ranks_each(second, range(len(cases)), go_on, cases, shared_tmp_path, way, found[0])
 
 
-def whole_in_memory(case: tuple[str | None, str]) -> None:
-    """Full state dicts, on every rank or on the CPU of the first; torch itself cannot load flattened ones."""
+def whole_in_memory(
+    case: tuple[str | None, str], places: tuple[str, str] = ("device", "device"), own: dict[str, Any] | None = None
+) -> None:
+    """Full state dicts, on every rank or on the CPU of the first; torch itself cannot load flattened ones.
+
+    `places`: where the states are that are saved, and those that they are loaded into; `own`: what they are kept in.
+    """
+    own = own or {}
     model = shard(built(*case))
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, states=places[0], **own)
     train(model, optimizer)
     saved = whole(model, optimizer)
     fulls = []
@@ -101,16 +107,16 @@ def whole_in_memory(case: tuple[str | None, str]) -> None:
     later = whole(model, optimizer)
     for options, full in fulls:
         other = shard(built(*case))
-        again = optimizer_of(other)
+        again = optimizer_of(other, states=places[1], **own)
         other.load_state_dict(weights)
         everywhere = full
         if options.full_state_dict:
             options.cpu_offload = False
             everywhere = exchanged(full)[0]  # the first rank alone has what was offloaded
         set_optimizer_state_dict(other, again, everywhere, options=options)
-        assert_same(whole(other, again), saved, f"{case}, {options}")
+        assert_same(whole(other, again), saved, f"{case}, {places}, {options}")
         train(other, again, range(3, 5))
-        assert_same(whole(other, again), later, f"{case}, {options}, trained on")
+        assert_same(whole(other, again), later, f"{case}, {places}, {options}, trained on")
 
 
 def test_whole_states_come_back_into_shards() -> None:

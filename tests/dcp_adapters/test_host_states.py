@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from dcp_adapters import QuantizedSavePlanner, QuantizedStager
-from tests.dcp_adapters.test_compressed_states import Held, load, path_of, state_of
-from tests.fsdp_hooks.cases import exchanged, shard
+from tests.dcp_adapters.test_compressed_states import Held, load, path_of, state_of, whole_in_memory
+from tests.fsdp_hooks.cases import shard
 from tests.fsdp_hooks.test_compressed_states import CASES, assert_same, built, optimizer_of, train, whole
-from tests.optimizer_states import copied
 from tests.ranks import own_group, run_ranks, run_ranks_each
 from tests.sampling import sampled
 
@@ -90,40 +84,15 @@ def test_a_save_in_the_background_holds_the_moment_of_the_call(
     run_ranks_each(2, range(1), go_on, shared_tmp_path, "nested", host, {HERE[1]: found[0][0]})
 
 
-def whole_in_memory(case: tuple[str | None, str], options: dict[str, Any]) -> None:
+def whole_elsewhere(case: tuple[str | None, str], options: dict[str, Any]) -> None:
     """Full and offloaded state dicts of one place, loaded into the other."""
     for places in ((HOST, DEVICE), (DEVICE, HOST)):
-        model = shard(built(*case))
-        optimizer = optimizer_of(model, states=places[0], **options)
-        train(model, optimizer)
-        saved, fulls = whole(model, optimizer), []
-        for how in (
-            StateDictOptions(full_state_dict=True),
-            StateDictOptions(full_state_dict=True, cpu_offload=True),
-            StateDictOptions(cpu_offload=True),
-        ):
-            fulls.append((how, copied(get_optimizer_state_dict(model, optimizer, options=how))))
-            assert_same(whole(model, optimizer), saved, "asked for its state")
-        weights = {name: value.clone() for name, value in model.state_dict().items()}
-        train(model, optimizer, range(3, 5))
-        later = whole(model, optimizer)
-        for how, full in fulls:
-            other = shard(built(*case))
-            again = optimizer_of(other, states=places[1], **options)
-            other.load_state_dict(weights)
-            everywhere = full
-            if how.full_state_dict:
-                how.cpu_offload = False
-                everywhere = exchanged(full)[0]  # the first rank alone has what was offloaded
-            set_optimizer_state_dict(other, again, everywhere, options=how)
-            assert_same(whole(other, again), saved, f"{case}, {places}, {how}")
-            train(other, again, range(3, 5))
-            assert_same(whole(other, again), later, f"{case}, {places}, {how}, trained on")
+        whole_in_memory(case, places, options)
 
 
 @each_form
 def test_whole_states_come_back_into_shards(options: dict[str, Any]) -> None:
-    run_ranks_each(2, [CASES[0], CASES[-1]], whole_in_memory, options)
+    run_ranks_each(2, [CASES[0], CASES[-1]], whole_elsewhere, options)
 
 
 def loads_another_form(base: Path) -> None:

@@ -659,9 +659,19 @@ def test_weights_of_more_than_one_chunk_get_the_bytes_of_one(name: str, monkeypa
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_an_error_of_the_inner_optimizer_leaves_states_as_they_were(steps: int) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"states": "host"},
+        {"states": "host", "moments": "bfloat16"},
+        {"states": "host", "masters": "fp32", "moments": "fp32"},
+    ],
+    ids=["device", "host", "host half", "host wide"],
+)
+def test_an_error_of_the_inner_optimizer_leaves_states_as_they_were(options: dict[str, Any], steps: int) -> None:
     model = Model()
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, **options)
     for step in range(steps):
         train(model, optimizer, step)
     before, state = bytes_of(model), state_of(optimizer)
@@ -678,7 +688,7 @@ def test_an_error_of_the_inner_optimizer_leaves_states_as_they_were(steps: int) 
     assert_same_model(model, before, "failed")
     assert_same_state(state_of(optimizer), state, "failed")
     twin = Model()
-    again = optimizer_of(twin)
+    again = optimizer_of(twin, **options)
     for step in range(steps):
         train(twin, again, step)
     optimizer.step()

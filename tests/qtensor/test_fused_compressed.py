@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize, use_kernels
+from qtensor import MasterWeightOptimizer, MXFP8BlockScaling, NVFP4BlockScaling, quantize, use_kernels
 from qtensor.optim import fused
 from qtensor.optim.fused.compressed.decision import EMPTY, Form, cut_of, form_of, packed, refuse_rule, weight_form
 from qtensor.optim.fused.compressed.step import PASSING, BothWays, FusedCompressedStep
 from qtensor.optim.fused.compressed.table import NUMBERS, Cut
 from qtensor.optim.fused.decision import ADAM, MOMENTUM
 from qtensor.spec.registry import format_of
+from tests.qtensor.test_fused_step import held
 
 STATES: dict[str, Any] = {"masters": "remainder", "moments": "float8"}
 
@@ -34,15 +35,6 @@ def lend(params: list[nn.Parameter], step: int) -> None:
     torch.manual_seed(step)
     for param in params:
         param.grad = torch.randn(param.shape).to(param.device, param.dtype) * 1e-2
-
-
-def held(params: list[nn.Parameter], optimizer: MasterWeightOptimizer) -> list[Tensor]:
-    found: list[Tensor] = []
-    for param in params:
-        for value in (param.detach(), *optimizer.state[param].values()):
-            own = value.parts().values() if isinstance(value, QuantizedTensor) else [value]
-            found += [each for each in own if isinstance(each, Tensor)]
-    return [value.detach().reshape(-1).contiguous().view(torch.uint8).cpu() for value in found]
 
 
 def test_nothing_of_it_is_imported_on_a_cpu() -> None:
@@ -143,7 +135,7 @@ def test_what_cannot_take_it_takes_the_general_way_for_a_reason(change: str, why
     assert param in step._general.params
     assert param not in {task.param for task, _, _ in step._turns}
     assert optimizer._fused_compressed is not None
-    assert why in optimizer._fused_compressed._told[param]
+    assert why in optimizer._fused_compressed._reasons.told[param]
 
 
 def test_the_count_of_draws_is_that_of_the_step() -> None:

@@ -58,10 +58,12 @@ def lend(params: Sequence[Tensor], step: int) -> None:
 
 
 def held(params: list[nn.Parameter], optimizer: MasterWeightOptimizer) -> list[Tensor]:
+    """All bytes of the weights and of what is kept of them."""
     found: list[Tensor] = []
     for param in params:
-        found += param.parts().values() if isinstance(param, QuantizedTensor) else [param.detach()]
-        found += [value for value in optimizer.state[param].values() if isinstance(value, Tensor)]
+        for value in (param.detach(), *optimizer.state[param].values()):
+            own = value.parts().values() if isinstance(value, QuantizedTensor) else [value]
+            found += [each for each in own if isinstance(each, Tensor)]
     return [value.detach().reshape(-1).contiguous().view(torch.uint8).cpu() for value in found]
 
 
@@ -324,14 +326,14 @@ def test_a_capture_is_no_reason_that_is_kept() -> None:
     optimizer = stepped_once()
     with (
         cpu_for_a_gpu(),
-        mock.patch("qtensor.optim.fused.step.can_try", return_value=False) as can_try,
+        mock.patch("qtensor.optim.fused.trials.can_try", return_value=False) as can_try,
         mock.patch("qtensor.optim.fused.step.run") as run,
         mock.patch("qtensor.optim.fused.step.prove") as prove,
         torch.no_grad(),
     ):
         assert taken_by(optimizer) == []
         assert optimizer._fused_way is not None
-        assert set(optimizer._fused_way._told.values()) == {CAPTURED}
+        assert set(optimizer._fused_way._reasons.told.values()) == {CAPTURED}
         assert not run.called
         assert not prove.called
         can_try.return_value = True
@@ -348,7 +350,7 @@ def test_a_step_that_must_be_fused_is_not_captured_untried() -> None:
     optimizer._wants_fused = True
     with (
         cpu_for_a_gpu(),
-        mock.patch("qtensor.optim.fused.step.can_try", return_value=False),
+        mock.patch("qtensor.optim.fused.trials.can_try", return_value=False),
         torch.no_grad(),
         pytest.raises(RuntimeError, match="step once before that"),
     ):

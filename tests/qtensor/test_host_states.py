@@ -295,33 +295,6 @@ def test_a_copy_keeps_its_states_in_host_memory_and_goes_on_alike(
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-@each_form
-@pytest.mark.parametrize("steps", [0, 1])
-def test_an_error_of_the_inner_optimizer_leaves_states_as_they_were(steps: int, options: dict[str, Any]) -> None:
-    model, optimizer = pair(**options)[1]
-    twin, again = pair(**options)[1]
-    for step in range(steps):
-        train(model, optimizer, step)
-        train(twin, again, step)
-    before, state = bytes_of(model), copied(optimizer.state_dict())
-
-    def fails(*_: Any) -> None:
-        raise FloatingPointError("no such step")
-
-    assert optimizer._inner is not None
-    handle = optimizer._inner.register_step_pre_hook(fails)
-    gradients(model, 1)
-    with pytest.raises(FloatingPointError, match="no such step"):
-        optimizer.step()
-    handle.remove()
-    assert_same_model(model, before, "failed")
-    assert_same_state(copied(optimizer.state_dict()), state, "failed")
-    optimizer.step()
-    train(twin, again, 1)
-    assert_same_model(model, bytes_of(twin), "the next step")
-    assert_same_state(copied(optimizer.state_dict()), copied(again.state_dict()), "the next step")
-
-
 def test_an_error_behind_the_agreement_leaves_host_memory_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = pair(**SMALL)[1]
     for step in range(2):

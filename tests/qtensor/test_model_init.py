@@ -493,3 +493,25 @@ def test_what_was_noted_on_a_parameter_stays_noted(storage: str) -> None:
         linear.weight = value
     assert type(linear.weight) is not nn.Parameter
     assert linear.weight.has_its_value is True
+
+
+class _WithMask(nn.Linear):
+    """Has a tensor of its own whose name begins with the weight's."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64, bias=False)
+        self.register_buffer("weight_mask", torch.ones(64))
+
+
+@pytest.mark.parametrize("end", ["packed", "scale_inv", "blocks"])
+def test_parts_in_the_layout_of_engines_are_not_passed_over(end: str) -> None:
+    """strict=False would leave the weight as it was, beside others that are loaded."""
+    model = nn.Sequential(nn.Linear(64, 64), _WithMask())
+    quantize_(model, MXFP8BlockScaling())
+    before = {name: same.clone() for name, same in model.state_dict().items()}
+    state = {"0.bias": torch.ones(64), f"0.weight_{end}": torch.zeros(64, 32, dtype=torch.uint8)}
+    with pytest.raises(ValueError, match=rf"0\.weight: the state dict has 0\.weight_{end} in its place"):
+        model.load_state_dict(state, strict=False)
+    assert torch.equal(model[0].bias, before["0.bias"])
+    model.load_state_dict({"1.weight_mask": torch.zeros(64)}, strict=False)
+    assert not model[1].weight_mask.any()

@@ -10,6 +10,7 @@ table.py       the table of pointers
 launches.py    launches of the kernels, which alone import Triton
 kernel.py      the kernels
 probe.py       a kernel proves itself on a device
+trials.py      which kernels can be used, and why parameters take the general way
 compressed/    the same for masters as remainders and moments in 8 bits
 """
 

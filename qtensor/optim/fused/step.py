@@ -11,7 +11,6 @@ number.
 """
 
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.kernels.compiled import use_kernels
-from fsdp_hooks.kernels.probes import can_try
 from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, local_of, without_torch_function
 from qtensor.optim.fused.counts import advance_counts, read_counts
 from qtensor.optim.fused.decision import Output, Rule, numbers_of, refuse_optimizer, rule_of
@@ -30,6 +28,7 @@ from qtensor.optim.fused.plan import Pass, Plan, Plans
 from qtensor.optim.fused.probe import prove
 from qtensor.optim.fused.table import ROW, Owners, filled, packed
 from qtensor.optim.fused.tasks import Kind, Task, output_of, task_of
+from qtensor.optim.fused.trials import CAPTURED, Reasons, Trials
 from qtensor.spec.codecs.rounding import is_armed
 from qtensor.spec.recipes import Recipe
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -38,7 +37,6 @@ LOG = logging.getLogger(__name__)
 
 # reasons that pass by themselves
 FIRST = "its first step makes the inner optimizer's state"
-CAPTURED = "its kernel was not tried before a graph is captured, and cannot be meanwhile: step once before that"
 FRESH = "no step has written it since it was made, loaded or written by others"
 UNREAD = "its state or its parts are tensors of other classes"
 
@@ -67,11 +65,10 @@ class FusedStep:
     """
 
     def __init__(self, *, required: bool) -> None:
-        self._required = required
+        self._reasons = Reasons(LOG, required=required, passing=(FIRST, FRESH))
         self._kept: dict[Tensor, tuple[Facts, Task | str]] = {}  # what follows from facts of a parameter
         self._plans = Plans()
-        self._broken: dict[Kind | Output, str] = {}  # what was compiled: why it cannot be; ""
-        self._told: dict[Tensor, str] = {}
+        self._trials = Trials("the fused step")
         self._owners = Owners()
 
     @torch.no_grad()
@@ -105,17 +102,17 @@ class FusedStep:
                 group, master = groups[param], masters[param]
                 rule = rules[group]
                 if isinstance(rule, str):
-                    self._tell(param, rule)
+                    self._reasons.tell(param, rule)
                     continue
                 if fresh and param in fresh:
-                    self._tell(param, FRESH)
+                    self._reasons.tell(param, FRESH)
                     continue
                 state = inner.state.get(master) or {}
                 found, grad = self._look((param, master), state, rule, reader)
                 if isinstance(found, Task):
                     turns.append(Turn(found, grad, state[STEP] if rule.counts else None, inner.param_groups[group]))
                 else:
-                    self._tell(param, found)
+                    self._reasons.tell(param, found)
         covered = [group for group, rule in zip(inner.param_groups, rules, strict=True) if isinstance(rule, Rule)]
         return Taken(turns, self._plans.of([turn.task for turn in turns]), self._owners, covered)
 
@@ -155,40 +152,15 @@ class FusedStep:
         return (task.later and self._compiled(task.later.output, device, recipe)) or task
 
     def _compiled(self, what: Kind | Output, device: torch.device, recipe: Recipe | None) -> str:
-        """Return why a kernel cannot be used, tried once: before a step depends on it."""
-        if what not in self._broken:
-            if not can_try(device):
-                return CAPTURED
+        """Return why a kernel cannot be used; see `Trials.why_not`."""
+
+        def attempt() -> None:
             table = torch.zeros(1, ROW, dtype=torch.int64, device=device)
             none, amax = (torch.zeros(size, dtype=torch.int32, device=device) for size in (0, 1))
-            try:
-                run(what, table, none, amax)
-                prove(what, device, recipe, run)
-                self._broken[what] = ""  # an interrupt before that proves nothing
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                # it is no better in the next step
-                if use_kernels.mode == "compiled":
-                    raise
-                self._broken[what] = f"its kernel failed: {error}"
-                warnings.warn(
-                    f"MasterWeightOptimizer: the kernel of the fused step failed ({type(error).__name__}: {error}); "
-                    "parameters that need it take the general way, which is slower and gives the same bytes",
-                    stacklevel=2,
-                )
-        return self._broken[what]
+            run(what, table, none, amax)
+            prove(what, device, recipe, run)
 
-    def _tell(self, param: Tensor, why: str) -> None:
-        """Log, once, why a parameter takes the general way; raise if it must not."""
-        if self._required and why not in (FIRST, FRESH):
-            raise RuntimeError(
-                f"MasterWeightOptimizer(fused_step=True): a parameter of shape {tuple(param.shape)} and {param.dtype} "
-                f"cannot take the fused step: {why}; leave fused_step out, so that it takes the general way"
-            )
-        if self._told.get(param) != why:
-            self._told[param] = why
-            LOG.debug("a parameter of shape %s takes the general way: %s", tuple(param.shape), why)
+        return self._trials.why_not(what, device, attempt)
 
 
 @dataclass

@@ -123,7 +123,7 @@ def task_of(  # noqa: PLR0911 - a reason each
     """
     param, master = pair
     shard, own = local_of(param), local_of(master)
-    grad = _gradient_of(param, master, own)
+    grad = gradient_of(param, master, own)
     if isinstance(grad, str):
         return grad
     if isinstance(shard, QuantizedTensor) and shard._preserved.value is not None:
@@ -156,8 +156,8 @@ def task_of(  # noqa: PLR0911 - a reason each
     return Task(param, kind, *passed(here), later, isinstance(shard, QuantizedTensor))
 
 
-def _gradient_of(param: Tensor, master: Tensor, own: Tensor) -> Tensor | str:
-    """Return the local gradient, laid out as the master is, or why it cannot be read as it is."""
+def gradient_of(param: Tensor, master: Tensor, own: Tensor) -> Tensor | str:
+    """Return the local gradient, or why it cannot be read as it is: placed as `master`, laid out as its shard `own`."""
     grad = param.grad
     assert grad is not None
     if isinstance(grad, DTensor) and isinstance(master, DTensor):

@@ -9,7 +9,6 @@ load or a write of others, and where masters in fp32 were loaded.
 """
 
 import logging
-import warnings
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fsdp_hooks.kernels.compiled import use_kernels
-from fsdp_hooks.kernels.probes import can_try
 from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, without_torch_function
 from qtensor.optim.compressed.states import COUNT, SEED, CompressedStates
 from qtensor.optim.compressed.step import CompressedStep, Weights
@@ -28,8 +26,9 @@ from qtensor.optim.fused.compressed.table import ROW
 from qtensor.optim.fused.compressed.tasks import Kind, Task, task_of
 from qtensor.optim.fused.counts import advance_counts, read_counts
 from qtensor.optim.fused.decision import ADAM, Rule, numbers_of, refuse_optimizer, rule_of
-from qtensor.optim.fused.step import CAPTURED, FIRST, FRESH, asking_foreach
+from qtensor.optim.fused.step import FIRST, FRESH, asking_foreach
 from qtensor.optim.fused.table import Owners, filled
+from qtensor.optim.fused.trials import Reasons, Trials
 from qtensor.scales.cut_blocks import CutBlocks
 from qtensor.spec.codecs.rounding import is_armed
 from qtensor.states.draws import key_of
@@ -48,9 +47,8 @@ class FusedCompressedStep:
     """
 
     def __init__(self, *, required: bool) -> None:
-        self._required = required
-        self._broken: dict[Kind, str] = {}  # what was compiled: why it cannot be; ""
-        self._told: dict[Tensor, str] = {}
+        self._reasons = Reasons(LOG, required=required, passing=PASSING)
+        self._trials = Trials("the fused step on compressed states")
         self._owners = Owners()
 
     @torch.no_grad()
@@ -71,7 +69,7 @@ class FusedCompressedStep:
                 if isinstance(found, Task):
                     tasks.append(found)
                 else:
-                    self._tell(param, found)
+                    self._reasons.tell(param, found)
         taken = {task.param for task in tasks}
         rest = [param for param in stepped if param not in taken]
         general = CompressedStep(states, inner, Weights(rest, masters, groups, fresh, taken))
@@ -105,40 +103,14 @@ class FusedCompressedStep:
         return task if isinstance(task, str) else self._compiled(task.kind) or task
 
     def _compiled(self, kind: Kind) -> str:
-        """Return why a kernel cannot be used, tried once: before a step depends on it."""
-        if kind not in self._broken:
-            if not can_try(kind.device):
-                return CAPTURED
-            table = torch.zeros(1, ROW, dtype=torch.int64, device=kind.device)
-            try:
-                run(kind, table, torch.zeros(0, dtype=torch.int32, device=kind.device))
-                prove(kind, run)
-                self._broken[kind] = ""  # an interrupt before that proves nothing
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                # it is no better in the next step
-                if use_kernels.mode == "compiled":
-                    raise
-                self._broken[kind] = f"its kernel failed: {error}"
-                warnings.warn(
-                    "MasterWeightOptimizer: the kernel of the fused step on compressed states failed "
-                    f"({type(error).__name__}: {error}); parameters that need it take the general way, which is slower "
-                    "and gives the same bytes",
-                    stacklevel=2,
-                )
-        return self._broken[kind]
+        """Return why a kernel cannot be used; see `Trials.why_not`."""
 
-    def _tell(self, param: Tensor, why: str) -> None:
-        """Log, once, why a parameter takes the general way; raise if it must not."""
-        if self._required and why not in PASSING:
-            raise RuntimeError(
-                f"MasterWeightOptimizer(fused_step=True): a parameter of shape {tuple(param.shape)} and {param.dtype} "
-                f"cannot take the fused step: {why}; leave fused_step out, so that it takes the general way"
-            )
-        if self._told.get(param) != why:
-            self._told[param] = why
-            LOG.debug("a parameter of shape %s takes the general way: %s", tuple(param.shape), why)
+        def attempt() -> None:
+            table = torch.zeros(1, ROW, dtype=torch.int64, device=kind.device)
+            run(kind, table, torch.zeros(0, dtype=torch.int32, device=kind.device))
+            prove(kind, run)
+
+        return self._trials.why_not(kind, kind.device, attempt)
 
 
 class _Pass(NamedTuple):

@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.torch_private import is_zero_tensor, local_of
+from fsdp_hooks.torch_private import local_of
 from qtensor.optim.compressed.masters import words_of
 from qtensor.optim.compressed.places import pieces_of_shard
 from qtensor.optim.fused import FUSED_ON
 from qtensor.optim.fused.compressed.decision import Form, cut_of, form_of, refuse_state, weight_form
 from qtensor.optim.fused.compressed.table import Addresses
-from qtensor.optim.fused.decision import GRADS
 from qtensor.optim.fused.facts import PLAIN, STEP
 from qtensor.optim.fused.table import ALIGNED
+from qtensor.optim.fused.tasks import gradient_of
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.lens import OWN
 from qtensor.spec.registry import format_of
@@ -88,7 +87,7 @@ def task_of(  # noqa: PLR0911 - a reason each
     moments = _moments_of(state, how, shard)
     if isinstance(moments, str):
         return moments
-    grad = _gradient_of(param, shard)
+    grad = gradient_of(param, param, shard)
     if isinstance(grad, str):
         return grad
     cut = cut_of(param.shape, pieces_of_shard(param))
@@ -149,18 +148,3 @@ def _moments_of(state: Mapping[str, Any], how: str, shard: Tensor) -> tuple[Tens
                 return "its moments are kept in another form"
             found += own.payload, own.scale
     return tuple(found)
-
-
-def _gradient_of(param: Tensor, shard: Tensor) -> Tensor | str:
-    """Return the local gradient, or why it cannot be read as it is."""
-    grad = param.grad
-    assert grad is not None
-    if isinstance(grad, DTensor) and isinstance(param, DTensor):
-        if (grad.device_mesh, grad.placements) != (param.device_mesh, param.placements):
-            return "its gradient is sharded otherwise"
-        grad = local_of(grad)
-    if type(grad) not in PLAIN or grad.layout is not torch.strided or grad.dtype not in GRADS:
-        return f"its gradient is a {type(grad).__qualname__} of {grad.dtype}"
-    if grad.shape != shard.shape or grad.device != shard.device or not grad.is_contiguous() or grad.is_neg():
-        return "its gradient is laid out otherwise"
-    return "its gradient has no memory" if is_zero_tensor(grad) else grad
