@@ -19,8 +19,8 @@ from qtensor.numerics.own_scales import OwnScales
 from qtensor.spec.selection import matches
 from qtensor.states.kinds import IN_8_BITS
 
-# Of the norm of the values. The coarsest format, 4 bits under one scale a row, stays below a third of it for any weight
-# that is not made against it; with nibbles or blocks in another order nothing is left, and it is about 1.4.
+# Of the norm of the values. The coarsest format, INT4 in groups of 128, comes to 0.21 for values with heavy tails
+# (Student's t with 3 degrees of freedom; 0.11 for normal ones). With the two codes of a byte exchanged it is 1.4.
 FAR = 0.5
 
 
