@@ -2,8 +2,8 @@
 
 Tensors are compared by their logical names, so a quantized one meets the dense one it was made from, and it does not
 matter how many ranks wrote either side. Where both sides have a tensor of one shape, the values of the first are the
-reference of the error (see stored/numeric_error.py). The manifest and the checksums are about the tensors and not
-compared.
+reference of the error (see stored/numeric_error.py); remainders of masters are the whole numbers that they stand for.
+The manifest and the checksums are about the tensors and not compared.
 """
 
 import argparse
@@ -20,9 +20,11 @@ from dcp_adapters.plain.progress_bar import Advance, ignore_progress, progress_b
 from dcp_adapters.plain.tables import table
 from dcp_adapters.plain.words import in_natural_order
 from dcp_adapters.records.entry import Entry, parts_of
+from dcp_adapters.records.masters import is_remainder
 from dcp_adapters.records.recipe_names import dtype_name
 from dcp_adapters.records.source import Stored
 from dcp_adapters.stored.numeric_error import SLICE, Error, error_between
+from qtensor.states.kinds import WORD
 
 FORMAT = "dcp_adapters.diff/1"
 ABOUT = """\
@@ -136,13 +138,18 @@ def _compare_tensors(a: Stored, b: Stored, left: Entry | None, right: Entry | No
     words = Difference(left.name, "bytes", _words(left), _words(right))
     if left.shape != right.shape:
         return replace(words, kind="shape")
-    x, y = a.read(left.name), b.read(right.name)
+    x, y = _numbers(a.read(left.name), left.name), _numbers(b.read(right.name), right.name)
     if left.recipe != right.recipe:
         return replace(words, kind="recipe", error=error_between(x, y))
     if left.dtype != right.dtype:
         return replace(words, kind="dtype", error=error_between(x, y))
     differing = _count_differing_bytes(x, y)
     return replace(words, differing_bytes=differing, error=error_between(x, y)) if differing else None
+
+
+def _numbers(x: Tensor, name: str) -> Tensor:
+    """Return a remainder as the whole numbers that it is: as float16, most differences of them are nonsense."""
+    return x.view(torch.int16) if is_remainder(name) and x.dtype == WORD else x
 
 
 def _say_only(left: Entry | None, right: Entry | None) -> Difference:
@@ -184,7 +191,8 @@ def _slices(x: Tensor) -> Iterator[Tensor]:
 
 def _words(tensor: Entry) -> str:
     appearance = f" as {dtype_name(tensor.dtype)}" if tensor.recipe is not None else ""
-    return f"{tensor.kind}{appearance} {list(tensor.shape)}"
+    kind = "remainder" if is_remainder(tensor.name) and tensor.dtype == WORD else tensor.kind
+    return f"{kind}{appearance} {list(tensor.shape)}"
 
 
 def _row(difference: Difference) -> tuple[str, ...]:

@@ -160,3 +160,13 @@ def test_memory_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None
             assert len(diff(a, b).differences) == count
         peaks[count] = live.peak
     assert peaks[10] == peaks[2] < 20 * SHAPE[0] * SHAPE[1] * 4
+
+
+def test_remainders_are_compared_as_whole_numbers(tmp_path: Path) -> None:
+    """As float16 these two are 65504 and not a number."""
+    name = "optim.state.weight.master_remainder"
+    a, b = (torch.full((2, 32), number, dtype=torch.int16).view(torch.float16) for number in (0x7BFF, 0x7E00))
+    found = only(compared(tmp_path, {name: a}, {name: b}))
+    assert (found.kind, found.a, found.b) == ("bytes", "remainder [2, 32]", "remainder [2, 32]")
+    assert found.error is not None
+    assert (found.error.max_abs, found.error.not_finite) == (0x7E00 - 0x7BFF, 0)

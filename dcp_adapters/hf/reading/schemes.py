@@ -227,7 +227,7 @@ def _linear_from(module: str, codes: Mapping[str, FileTensor], claims: Claims | 
     """Return the linear that these tensors are, or None and why they are none."""
     found = ", ".join(f"{name} {tensor}" for name, tensor in sorted(codes.items()))
     if claims is None:
-        return None, f"{found}: it is quantized, and config.json has no quantization_config that says how"
+        return None, f"{found}: it is quantized, and no quantization_config in config.json says how"
     problems = []
     # The tensors decide, and the JSON must agree: it may say what they do not show, such as integers in place of
     # floats.

@@ -368,8 +368,8 @@ REFUSED = {
         "saved before it was compressed",
     ),
     "scales alone": ({"a.weight_scale": torch.ones(32, 1)}, ct(FP8_ROW), "scales without a weight"),
-    "nothing said": (ROW, {}, "it is quantized, and config.json has no quantization_config that says how"),
-    "codes alone": ({"a.weight": fp8()}, {}, "a: weight F8_E4M3 [32, 64]: it is quantized, and config.json has no"),
+    "nothing said": (ROW, {}, "it is quantized, and no quantization_config in config.json says how"),
+    "codes alone": ({"a.weight": fp8()}, {}, "a: weight F8_E4M3 [32, 64]: it is quantized, and no quantization_config"),
     "gpt-oss": (
         {"e.gate_up_proj_blocks": codes(4, 8, 16), "e.gate_up_proj_scales": codes(4, 8)},
         {},
