@@ -54,7 +54,9 @@ from qtensor.formats.mxfp8 import MXFP8BlockScaling, MXFP8Tensor
 from qtensor.formats.nvfp4 import NVFP4BlockScaling, NVFP4Tensor
 from qtensor.merging.low_rank import LowRankUpdate
 from qtensor.merging.merge import merge_
+from qtensor.merging.merge_aware import merge_aware
 from qtensor.merging.merge_report import MergedWeight, MergeReport
+from qtensor.merging.through_merge import linear_through_merge
 from qtensor.model.built_model import quantize_
 from qtensor.model.loading import quantize_dense_entries
 from qtensor.model.model_init import clear_high_precision_init_val, high_precision_init_val, quantized_model_init
@@ -93,7 +95,9 @@ __all__ = [
     "clear_high_precision_init_val",
     "decode_once",
     "high_precision_init_val",
+    "linear_through_merge",
     "merge_",
+    "merge_aware",
     "quantize",
     "quantize_",
     "quantized_model_init",

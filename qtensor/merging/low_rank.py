@@ -78,3 +78,22 @@ class LowRankUpdate:
                 own.add_(factor[..., j : j + 1] * a[..., j : j + 1, :])
             own.mul_(self.scaling)
         return piece
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateSum:
+    """Several updates of one weight, added in fp32 in their order: an update that `merge_` calls.
+
+    Attributes:
+        updates: at least one, all of one shape.
+    """
+
+    updates: tuple[LowRankUpdate, ...]
+
+    def __call__(self, index: tuple[slice, ...]) -> Tensor:
+        """Return the piece sum[index], fp32, which holds the bits of the whole one, since each of its terms does."""
+        first, *others = self.updates
+        piece = first(index)
+        for update in others:
+            piece.add_(update(index))
+        return piece

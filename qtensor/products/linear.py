@@ -168,6 +168,22 @@ def _input_gradient(grad: Tensor, weight: QuantizedTensor) -> Tensor:
         return torch.matmul(grad, decode(weight, grad.dtype))
 
 
+def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """Return dx [.., K] of y = F.linear(x, weight) from dy [.., N], not differentiable, as its backward computes it.
+
+    Args:
+        grad: dy.
+        weight: [N, K], quantized or plain.
+    """
+    if not isinstance(weight, QuantizedTensor):
+        return grad @ weight.to(grad.dtype)
+    if weight.recipe.gradients is None:
+        return _input_gradient(grad, weight)
+    dx, _ = _quantized_gradients(grad, None, weight, weight.recipe)
+    assert dx is not None
+    return dx
+
+
 def _quantized_gradients(
     grad: Tensor, x: Tensor | None, weight: QuantizedTensor | None, recipe: Recipe
 ) -> tuple[Tensor | None, Tensor | None]:

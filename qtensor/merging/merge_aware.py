@@ -1,0 +1,292 @@
+"""Adapters of peft that are trained through their own merge: the switch around a model; see through_merge.py.
+
+A layer of peft computes base(x) + scaling * b(a(x)). While the switch is on, hooks make of it what the merged layer
+computes. They are torch's own hooks of modules, and hold nothing of a forward:
+
+    before base and a   the input is exchanged for one without tokens: their products cost next to nothing
+    after the layer     its output, without tokens, is exchanged for x @ M.T + bias
+
+So no class and no module changes, a state dict has the names that it had, and `stop` leaves the model as it was. What
+is active, and by which factor, is read anew in each forward, as peft does it. Under FSDP2 the hook runs where the
+layer does: the base is gathered as its quantized bytes, the factors as they are.
+
+`merge_` must see the factors that the forwards saw. A MixedPrecisionPolicy that gathers fp32 factors in bf16 rounds them
+on the way, which the shards do not show: such a forward raises, unless the user has named that dtype.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_hooks.scale_sync import parameters_at_rest
+from fsdp_hooks.torch_private import hook_tables, local_of
+from qtensor.merging.low_rank import LowRankUpdate, UpdateSum
+from qtensor.merging.through_merge import Keep, through_merge, why_unfit
+
+LIBRARY = "peft.tuners.lora"
+
+
+class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model): ...
+    """Let the forwards of a model with adapters of peft compute with the weights that `merge_` would write.
+
+    Inside the block, or between `start()` and `stop()`, each adapted linear computes with M = requantize(W + s b a), and
+    gradients pass straight through the rounding. `merge_(model, aware.updates())` then writes M, bit for bit: what is
+    exported is what was trained. Both calls are cheap, and change no name, so that they may begin with the last steps
+    of a training; compiled code is compiled anew behind them. Ranks call all of this alike.
+
+    Args:
+        model: with LoRA of peft on linears, whose weights are quantized (all recipes) or dense. Several adapters may be
+            active. `fully_shard` may come before or after.
+        adapter_dtype: in which dtype the factors are merged: that in which a MixedPrecisionPolicy gathers them. None:
+            their own.
+        keep: what backward finds of a merged weight, see `linear_through_merge`.
+
+    Raises:
+        ValueError: there is no adapter of peft, or some cannot be merged in each forward: with dropout, a bias of their
+            own, DoRA or another variant; on embeddings, convolutions or stacked experts; on a weight that is trained,
+            stored dense for quantized gathers, or shares its scale with others. All of them by name, with what to do.
+
+    Example:
+        ```python
+        >>> model = get_peft_model(quantized, LoraConfig(target_modules="all-linear", lora_dropout=0.0))
+        >>> with merge_aware(model) as aware:
+        ...     train(model)
+        >>> report = merge_(model, aware.updates())  # then model.unload(), and export
+        ```
+    """
+
+    def __init__(self, model: nn.Module, *, adapter_dtype: torch.dtype | None = None, keep: Keep = "nothing") -> None:
+        if keep not in ("nothing", "merged"):
+            raise ValueError(f'merge_aware: keep={keep!r} is not known; expected "nothing" or "merged"')
+        self._model, self._handles = model, list[RemovableHandle]()
+        self._layers, problems = [], []
+        for name, layer in _adapted(model):
+            if why := list(_why_not(layer)):
+                problems.append(f"{name}: {'; '.join(why)}")
+            else:
+                self._layers.append(_Layer(name, layer, _factor_dtypes(layer), adapter_dtype, keep))
+        if problems:
+            raise ValueError("merge_aware: " + ". ".join(problems) + ". Nothing was changed")
+        if not self._layers:
+            raise ValueError(
+                "merge_aware: the model has no layers with adapters of peft; call it after get_peft_model(). In the "
+                "forward of an adapter of your own call qtensor.linear_through_merge"
+            )
+
+    def start(self) -> None:
+        """Compute through the merge from now on; nothing happens if it does already."""
+        if not self._handles:
+            self._handles = [handle for layer in self._layers for handle in layer.hook()]
+            _forget_graphs()
+
+    def stop(self) -> None:
+        """Compute with base and adapters beside one another again; nothing happens if it does already."""
+        if self._handles:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+            _forget_graphs()
+
+    def __enter__(self) -> "merge_aware":
+        """Call `start`."""
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Call `stop`."""
+        self.stop()
+
+    def updates(self) -> dict[str, Callable[[tuple[slice, ...]], Tensor]]:
+        """Return the updates that the forwards compute with, as `merge_` takes them; a collective if they are sharded.
+
+        Name of a base weight -> its update: that of the active adapter, or their sum. Weights whose adapters are
+        switched off have none. The full factors are gathered, on every rank.
+
+        Raises:
+            RuntimeError: another adapter became active, or factors have changed their dtype.
+        """
+        parameters_at_rest(self._model)  # puts the shards back, which are other parameters
+        active = [(layer, names) for layer in self._layers if (names := layer.active())]
+        for layer, names in active:
+            layer.check(names)
+        return {f"{layer.name}.base_layer.weight".removeprefix("."): layer.update(names) for layer, names in active}
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A layer of peft, and what was known of it when it was looked at.
+
+    dtypes: adapter -> those of its factors a and b.
+    """
+
+    name: str
+    layer: Any
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]]
+    adapter_dtype: torch.dtype | None
+    keep: Keep
+
+    def hook(self) -> Iterator[RemovableHandle]:
+        """Register the hooks; first of all that of the layer, behind which FSDP2 may reshard it."""
+        yield self.layer.register_forward_pre_hook(self.look_at, with_kwargs=True, prepend=True)
+        yield self.layer.register_forward_hook(self.exchange, with_kwargs=True, prepend=True)
+        for module in (self.layer.base_layer, *(self.layer.lora_A[name] for name in self.dtypes)):
+            yield module.register_forward_pre_hook(self.leave_out_tokens)
+
+    def active(self) -> list[str]:
+        """Return the names of the adapters that the layer would add to its base; none if peft has merged them."""
+        if self.layer.disable_adapters or self.layer.merged:
+            return []
+        return [name for name in self.layer.active_adapters if name in self.layer.lora_A]
+
+    def look_at(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise before a forward that cannot be computed through the merge."""
+        if not (names := self.active()):
+            return
+        self.check(names)
+        if given := [key for key, value in kwargs.items() if key != "x" and value is not None]:
+            raise RuntimeError(
+                f"merge_aware: {self.name} is called with {', '.join(given)}, by which rows get adapters of their own; "
+                "a merged weight is the same for all. Call stop() before such a forward"
+            )
+        if why := why_unfit(layer.base_layer.weight):
+            raise RuntimeError(f"merge_aware: {self.name}.base_layer.weight {why}")
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise RuntimeError if adapters are not those that were looked at, in their dtypes."""
+        for name in names:
+            if name not in self.dtypes:
+                raise RuntimeError(
+                    f"merge_aware: {self.name}: the adapter {name!r} was not active when merge_aware(model) looked; "
+                    "call it again"
+                )
+            for factor, own in zip(self.factors(name), self.dtypes[name], strict=True):
+                if factor.dtype not in (own, self.adapter_dtype):
+                    raise RuntimeError(
+                        f"merge_aware: {self.name}: the factors of the adapter {name!r} are {own}, and this forward "
+                        f"sees {factor.dtype}: the merge would see other numbers. If a MixedPrecisionPolicy gathers "
+                        f"them so, call merge_aware(model, adapter_dtype={factor.dtype})"
+                    )
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return a [r, K] and b [N, r] of an adapter, as they are at this moment."""
+        return self.layer.lora_A[name].weight, self.layer.lora_B[name].weight
+
+    def leave_out_tokens(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return an input [0, K] in the place of x [.., K]: what comes of it is not used."""
+        if not self.active():
+            return None
+        return args[0].new_empty((0, args[0].shape[-1])), *args[1:]
+
+    def exchange(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        """Return the output of the merged layer."""
+        if not (names := self.active()):
+            return None
+        x = args[0] if args else kwargs["x"]
+        factors = [self._rounded(factor) for name in names for factor in self.factors(name)]
+        scalings = [float(layer.scaling[name]) for name in names]
+        base = layer.base_layer
+        return through_merge(x, base.weight, base.bias, factors, scalings, self.keep)
+
+    def update(self, names: Sequence[str]) -> Callable[[tuple[slice, ...]], Tensor]:
+        """Return the update of the base weight, from the full factors."""
+        each = []
+        for name in names:
+            a, b = (self._rounded(_full(factor.detach())) for factor in self.factors(name))
+            each.append(LowRankUpdate(a=a, b=b, scaling=float(self.layer.scaling[name])))
+        return each[0] if len(each) == 1 else UpdateSum(tuple(each))
+
+    def _rounded(self, factor: Tensor) -> Tensor:
+        return factor if self.adapter_dtype in (None, factor.dtype) else factor.to(self.adapter_dtype)
+
+
+def _forget_graphs() -> None:
+    """Let all that is compiled be compiled anew: a graph does not look whether hooks came or went since, and runs on."""
+    if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+        torch.compiler.reset()
+
+
+def _full(factor: Tensor) -> Tensor:
+    return factor.full_tensor() if isinstance(factor, DTensor) else factor
+
+
+def _factor_dtypes(layer: Any) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    return {name: (layer.lora_A[name].weight.dtype, layer.lora_B[name].weight.dtype) for name in _active(layer)}
+
+
+def _active(layer: Any) -> list[str]:
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+# -- what can be merged in each forward --------------------------------------------------------------------------------
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield name and layer of all that peft adapts, whatever the method."""
+    if LIBRARY in sys.modules:  # else no such layer can be there
+        kind = sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer
+        # peft's name for a module in which it has put others is known by no class of ours
+        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, kind))
+
+
+def _why_not(layer: Any) -> Iterator[str]:
+    """Yield what keeps a layer of peft from being merged in each forward, and what to do."""
+    kind = sys.modules[LIBRARY].Linear
+    base: Any = getattr(layer, "base_layer", None)
+    if not isinstance(layer, kind) or getattr(layer.forward, "__func__", None) is not kind.forward:
+        yield (
+            f"it is a {type(layer).__name__} of peft; LoRA on linears is known here, not on embeddings, convolutions, "
+            "attention or stacks of experts, and no other method. Leave it out of target_modules, or train it beside "
+            "its weight"
+        )
+    elif not isinstance(base, nn.Linear) or getattr(base.forward, "__func__", None) is not nn.Linear.forward:
+        yield f"it adapts a {type(base).__name__}, expected torch.nn.Linear with its own forward; leave it out"
+    else:
+        yield from _why_not_layer(layer, base)
+        for name in _active(layer):
+            yield from _why_not_adapter(layer, name)
+
+
+def _why_not_layer(layer: Any, base: nn.Linear) -> Iterator[str]:
+    if layer.fan_in_fan_out:
+        yield "fan_in_fan_out says that its weight is transposed, which that of torch.nn.Linear is not; set it to False"
+    if layer.merged:
+        yield "peft has merged its adapters into the weight; call unmerge_adapter()"
+    if any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer):
+        yield (
+            "fully_shard has taken a module inside of it, which is not gathered when the others need it; call "
+            "fully_shard on the layer, or on a module around it"
+        )
+    if any(hook_tables(base)[table] for table in ("forward_pre_hooks", "forward_hooks")):
+        yield (
+            "its base layer has hooks on its forward, which a merged product would not run; remove them (a second "
+            "merge_aware() needs the first one's stop())"
+        )
+    weight = base.weight
+    local: Any = local_of(weight)
+    # its shard, if it is sharded: what is known of that is known of the gathered weight
+    if why := why_unfit(local if weight.requires_grad is local.requires_grad else local.detach()):
+        yield f"its base weight {why}"
+    if getattr(local, "_partners", None) is not None:
+        yield (
+            "share_scales says that its base weight has one scale with others, so that sync_scales would requantize "
+            "what was merged; adapt weights that share none, or leave share_scales out and export with "
+            'fused_scales="requantize"'
+        )
+
+
+def _why_not_adapter(layer: Any, name: str) -> Iterator[str]:
+    variant = layer.lora_variant.get(name)
+    if variant is not None:
+        yield f"the adapter {name!r} is a {type(variant).__name__}; plain LoRA is known here: set use_dora=False, say"
+    if getattr(layer.lora_B[name], "bias", None) is not None:
+        yield f"the adapter {name!r} has a bias of its own, which no merged weight holds; set lora_bias=False"
+    dropout = getattr(layer.lora_dropout[name], "p", 0.0)
+    if dropout:
+        yield f"the adapter {name!r} has dropout {dropout}, which a merged weight cannot have; set lora_dropout=0"
