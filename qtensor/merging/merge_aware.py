@@ -6,9 +6,12 @@ computes. They are torch's own hooks of modules, and hold nothing of a forward:
     before base and a   the input is exchanged for one without tokens: their products cost next to nothing
     after the layer     its output, without tokens, is exchanged for x @ M.T + bias
 
-So no class and no module changes, a state dict has the names that it had, and `stop` leaves the model as it was. What
-is active, and by which factor, is read anew in each forward, as peft does it. Under FSDP2 the hook runs where the
-layer does: the base is gathered as its quantized bytes, the factors as they are.
+So no class and no module changes, and a state dict has the names that it had. What is active, and by which factor, is
+read anew in each forward, as peft does it. Under FSDP2 the hook runs where the layer does: the base is gathered as its
+quantized bytes, the factors as they are.
+
+Compiled code does not look whether hooks came since it was compiled, and would go on without a merge. So all hooks are
+registered at once, all code is compiled anew behind that, and `start` and `stop` write a flag, at which it looks.
 
 `merge_` must see the factors that the forwards saw. A MixedPrecisionPolicy that gathers fp32 factors in bf16 rounds them
 on the way, which the shards do not show: such a forward raises, unless the user has named that dtype.
@@ -38,8 +41,8 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
 
     Inside the block, or between `start()` and `stop()`, each adapted linear computes with M = requantize(W + s b a), and
     gradients pass straight through the rounding. `merge_(model, aware.updates())` then writes M, bit for bit: what is
-    exported is what was trained. Both calls are cheap, and change no name, so that they may begin with the last steps
-    of a training; compiled code is compiled anew behind them. Ranks call all of this alike.
+    exported is what was trained. `start` and `stop` cost nothing and change no name, so that the last steps of a training
+    may be those through the merge. What has been compiled before is compiled anew. Ranks call all of this alike.
 
     Args:
         model: with LoRA of peft on linears, whose weights are quantized (all recipes) or dense. Several adapters may be
@@ -65,13 +68,14 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
     def __init__(self, model: nn.Module, *, adapter_dtype: torch.dtype | None = None, keep: Keep = "nothing") -> None:
         if keep not in ("nothing", "merged"):
             raise ValueError(f'merge_aware: keep={keep!r} is not known; expected "nothing" or "merged"')
-        self._model, self._handles = model, list[RemovableHandle]()
+        self._model, self._switch = model, _Switch()
+        parameters_at_rest(model)  # what is gathered may have another dtype than its shards
         self._layers, problems = [], []
         for name, layer in _adapted(model):
             if why := list(_why_not(layer)):
                 problems.append(f"{name}: {'; '.join(why)}")
             else:
-                self._layers.append(_Layer(name, layer, _factor_dtypes(layer), adapter_dtype, keep))
+                self._layers.append(_Layer(name, layer, _factor_dtypes(layer), adapter_dtype, keep, self._switch))
         if problems:
             raise ValueError("merge_aware: " + ". ".join(problems) + ". Nothing was changed")
         if not self._layers:
@@ -79,20 +83,26 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
                 "merge_aware: the model has no layers with adapters of peft; call it after get_peft_model(). In the "
                 "forward of an adapter of your own call qtensor.linear_through_merge"
             )
+        self._handles = [handle for layer in self._layers for handle in layer.hook()]
+        if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+            torch.compiler.reset()
 
     def start(self) -> None:
-        """Compute through the merge from now on; nothing happens if it does already."""
+        """Compute through the merge from now on."""
         if not self._handles:
-            self._handles = [handle for layer in self._layers for handle in layer.hook()]
-            _forget_graphs()
+            raise RuntimeError("merge_aware: its hooks were removed; call merge_aware(model) again")
+        self._switch.on = True
 
     def stop(self) -> None:
-        """Compute with base and adapters beside one another again; nothing happens if it does already."""
-        if self._handles:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
-            _forget_graphs()
+        """Compute with base and adapters beside one another again."""
+        self._switch.on = False
+
+    def remove(self) -> None:
+        """Call `stop`, and take the hooks off the model, for good."""
+        self.stop()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def __enter__(self) -> "merge_aware":
         """Call `start`."""
@@ -119,11 +129,19 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
         return {f"{layer.name}.base_layer.weight".removeprefix("."): layer.update(names) for layer, names in active}
 
 
+@dataclass
+class _Switch:
+    """Whether forwards go through the merge."""
+
+    on: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class _Layer:
     """A layer of peft, and what was known of it when it was looked at.
 
     dtypes: adapter -> those of its factors a and b.
+    switch: of the model.
     """
 
     name: str
@@ -131,6 +149,7 @@ class _Layer:
     dtypes: dict[str, tuple[torch.dtype, torch.dtype]]
     adapter_dtype: torch.dtype | None
     keep: Keep
+    switch: "_Switch"
 
     def hook(self) -> Iterator[RemovableHandle]:
         """Register the hooks; first of all that of the layer, behind which FSDP2 may reshard it."""
@@ -146,17 +165,14 @@ class _Layer:
         return [name for name in self.layer.active_adapters if name in self.layer.lora_A]
 
     def look_at(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise before a forward that cannot be computed through the merge."""
-        if not (names := self.active()):
+        """Raise before a forward that no merged weight can compute."""
+        if not self.switch.on or not self.active():
             return
-        self.check(names)
         if given := [key for key, value in kwargs.items() if key != "x" and value is not None]:
             raise RuntimeError(
                 f"merge_aware: {self.name} is called with {', '.join(given)}, by which rows get adapters of their own; "
                 "a merged weight is the same for all. Call stop() before such a forward"
             )
-        if why := why_unfit(layer.base_layer.weight):
-            raise RuntimeError(f"merge_aware: {self.name}.base_layer.weight {why}")
 
     def check(self, names: Sequence[str]) -> None:
         """Raise RuntimeError if adapters are not those that were looked at, in their dtypes."""
@@ -180,18 +196,22 @@ class _Layer:
 
     def leave_out_tokens(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return an input [0, K] in the place of x [.., K]: what comes of it is not used."""
-        if not self.active():
+        if not self.switch.on or not self.active():
             return None
         return args[0].new_empty((0, args[0].shape[-1])), *args[1:]
 
     def exchange(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-        """Return the output of the merged layer."""
-        if not (names := self.active()):
+        """Return the output of the merged layer; RuntimeError if it is not the layer that was looked at."""
+        if not self.switch.on or not (names := self.active()):
             return None
+        # here, and not before: a layer that is sharded by itself has been gathered by now
+        self.check(names)
+        base = layer.base_layer
+        if why := why_unfit(base.weight):
+            raise RuntimeError(f"merge_aware: {self.name}.base_layer.weight {why}")
         x = args[0] if args else kwargs["x"]
         factors = [self._rounded(factor) for name in names for factor in self.factors(name)]
         scalings = [float(layer.scaling[name]) for name in names]
-        base = layer.base_layer
         return through_merge(x, base.weight, base.bias, factors, scalings, self.keep)
 
     def update(self, names: Sequence[str]) -> Callable[[tuple[slice, ...]], Tensor]:
@@ -204,12 +224,6 @@ class _Layer:
 
     def _rounded(self, factor: Tensor) -> Tensor:
         return factor if self.adapter_dtype in (None, factor.dtype) else factor.to(self.adapter_dtype)
-
-
-def _forget_graphs() -> None:
-    """Let all that is compiled be compiled anew: a graph does not look whether hooks came or went since, and runs on."""
-    if "torch._dynamo" in sys.modules:  # else nothing has been compiled
-        torch.compiler.reset()
 
 
 def _full(factor: Tensor) -> Tensor:
@@ -265,8 +279,8 @@ def _why_not_layer(layer: Any, base: nn.Linear) -> Iterator[str]:
         )
     if any(hook_tables(base)[table] for table in ("forward_pre_hooks", "forward_hooks")):
         yield (
-            "its base layer has hooks on its forward, which a merged product would not run; remove them (a second "
-            "merge_aware() needs the first one's stop())"
+            "its base layer has hooks on its forward, as tensor parallelism and rotated inputs put there, which a merged "
+            "product would not run; remove them (those of an earlier merge_aware by its remove()), or leave it out"
         )
     weight = base.weight
     local: Any = local_of(weight)

@@ -1,0 +1,328 @@
+"""What is left of an adapter once it is merged into a quantized base: trained beside the weight, or through its merge.
+
+    python -m benchmarks.merge_aware_lora                            # all runs; about 10 minutes of a core
+    python -m benchmarks.merge_aware_lora --recipes mxfp4 --steps 4 --out runs/few.json
+
+SmolLM2-135M, whose last layers are quantized and get LoRA on all their linears. All runs have the same text in the same
+order, and the same first factors. AdamW, fp32 factors, one row of tokens a step. What enters the last layers never
+changes, so it is computed once.
+
+    plain         y = x @ W.T + s (x @ a.T) @ b.T, as peft computes it
+    through       merge_aware from the first step on
+    last quarter  plain, and merge_aware for the last quarter of the steps
+
+    adapter    held-out loss with the adapter beside its weight, nats a token
+    merged     held-out loss of the merged model. For the runs through the merge it is what was trained
+    minus      merged minus the adapter of the plain run, and its standard error over the held-out blocks, pairwise
+    survived   <update, W' - W> / <update, update> over all weights: the share of the adapter's update that a merge keeps
+    norm       |update| / |W| over all weights
+
+`layer` is one linear with its adapter, forward and backward: seconds against peft's own, and the bytes that its forward
+leaves for backward beside input, weight and factors.
+
+Finished runs stay in the file, so an interrupted run continues where it stopped.
+"""
+
+import argparse
+import copy
+import dataclasses
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.evaluation import store
+from benchmarks.machine import machine_and_versions
+from benchmarks.timing import medians
+from qtensor import MXFP4BlockScaling, NVFP4BlockScaling, merge_, merge_aware, quantize_
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "examples"))  # the examples are scripts, which import one another by bare name
+import smollm2  # noqa: E402
+
+RECIPES: dict[str, Callable[[], Any]] = {"nvfp4": NVFP4BlockScaling, "mxfp4": MXFP4BlockScaling}
+MODES = ("plain", "through", "last quarter")
+RATES = (1e-4, 1e-3)
+COLUMNS = ("recipe", "rate", "trained", "adapter", "merged", "minus (s.e.)", "survived", "norm")
+Say = Callable[[str], object]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all runs of a file share."""
+
+    steps: int = 60
+    layers: int = 4
+    rank: int = 8
+    alpha: int = 16
+    seq_len: int = 48
+    warmup: int = 5
+    eval_blocks: int = 16
+    seed: int = 0
+
+
+def text(settings: Settings) -> tuple[Tensor, Tensor]:
+    """Rows to train on in their order, int64 [steps, seq_len], and held-out ones, [eval_blocks, seq_len]."""
+    tokenizer = smollm2.tokenizer()
+    rows = smollm2.token_blocks(tokenizer, settings.seq_len)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(settings.seed))
+    held_out = smollm2.token_blocks(tokenizer, settings.seq_len, split="heldout")
+    return rows[order[: settings.steps]], held_out[:: len(held_out) // settings.eval_blocks][: settings.eval_blocks]
+
+
+@torch.no_grad()
+def tail_of(settings: Settings, rows: Tensor) -> tuple[nn.Module, Tensor]:
+    """The last layers with norm and head, in bf16, and what enters them for rows [n, T]: [n, T, hidden]."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(smollm2.config()).to(torch.bfloat16).eval()
+    params = dict(model.named_parameters())
+    for fqn, weight in smollm2.iter_weights(params):
+        params[fqn].copy_(weight)
+    entered: list[Tensor] = []
+    own = model.model.layers[-settings.layers :]
+    handle = own[0].register_forward_pre_hook(lambda _, args: entered.append(args[0]))
+    for batch in rows.split(8):
+        model.model(input_ids=batch)
+    handle.remove()
+    model.model.layers, model.config.num_hidden_layers = own, settings.layers
+    return model, torch.cat(entered)
+
+
+def losses_of(model: nn.Module, hidden: Tensor, rows: Tensor) -> Tensor:
+    """Next-token loss in nats of each row, [n]."""
+    logits = model(inputs_embeds=hidden, use_cache=False).logits[:, :-1].float()  # [n, T - 1, vocabulary]
+    return F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").mean(1)
+
+
+@torch.no_grad()
+def block_losses(model: nn.Module, held_out: Sequence[Tensor]) -> list[float]:
+    """That of the held-out rows."""
+    pairs = zip(*(each.split(8) for each in held_out), strict=True)
+    return [loss for hidden, rows in pairs for loss in losses_of(model, hidden, rows).tolist()]
+
+
+def adapted(base: nn.Module, settings: Settings) -> nn.Module:
+    """A copy of the base with LoRA on all linears of its last layers."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(settings.seed)
+    return get_peft_model(
+        copy.deepcopy(base),
+        LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            target_modules="all-linear",
+        ),
+    )
+
+
+def train(
+    base: nn.Module,
+    mode: str,
+    rate: float,
+    data: tuple[Tensor, Tensor],
+    held_out: tuple[Tensor, Tensor],
+    settings: Settings,
+) -> Any:
+    """One run: its losses and what a merge leaves of the update."""
+    model = adapted(base, settings)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=rate)
+    aware = merge_aware(model)
+    starts = {"plain": settings.steps, "through": 0, "last quarter": settings.steps * 3 // 4}[mode]
+    losses = []
+    for step, (hidden, row) in enumerate(zip(*data, strict=True)):
+        if step == starts:
+            aware.start()
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / settings.warmup)
+        loss = losses_of(model, hidden[None], row[None]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    some = tuple(each[:8] for each in held_out)
+    with aware:
+        through = block_losses(model, some)
+    beside = block_losses(model, held_out)
+    lines = merge_(model, aware.updates()).weights
+    merged = block_losses(model.unload(), held_out)
+    if merged[:8] != through:
+        raise RuntimeError("the merged model is not the one that was trained")
+    update = sum(line.update_norm**2 for line in lines)
+    weight = sum(float(param.dequantize().double().norm()) ** 2 for param in quantized(base))
+    return {
+        "adapter": beside,
+        "merged": merged,
+        "survived": sum(line.survived * line.update_norm**2 for line in lines) / update,
+        "norm": math.sqrt(update / weight),
+        "train": losses,
+    }
+
+
+def quantized(model: nn.Module) -> list[Any]:
+    """Its quantized weights."""
+    return [param for param in model.parameters() if hasattr(param, "recipe")]
+
+
+# -- one layer ---------------------------------------------------------------------------------------------------------
+
+
+def layer_figures(recipe: str, *, rows: int = 1536, columns: int = 576, rank: int = 8) -> dict[str, Any]:
+    """Seconds of forward and backward of one linear with its adapter, over peft's own, and what it keeps."""
+    from peft import LoraConfig, get_peft_model
+
+    net = nn.Sequential(nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16))
+    quantize_(net, RECIPES[recipe]())
+    payload = sum(part.nbytes for param in quantized(net) for part in param.parts().values())
+    model = get_peft_model(net, LoraConfig(r=rank, target_modules=["0"], init_lora_weights=False)).to(torch.bfloat16)
+    found: dict[str, Any] = {"shape": [rows, columns], "payload_bytes": payload}
+    for tokens in (48, 512):
+        x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+
+        def call(x: Tensor = x) -> None:
+            model(x).sum().backward()
+
+        told: dict[str, Any] = {"times peft": {}, "kept_bytes": {"peft": kept_for_backward(model, x)}}
+        for way, keep in (("through", "nothing"), ("kept", "merged")):
+            aware = merge_aware(model, keep=keep)
+
+            def through(aware: Any = aware, call: Callable[[], None] = call) -> None:
+                with aware:
+                    call()
+
+            seconds = medians({"peft": call, way: through}, repeats=7)
+            told["times peft"][way] = round(seconds[way] / seconds["peft"], 2)
+            with aware:
+                told["kept_bytes"][way] = kept_for_backward(model, x)
+            aware.remove()
+        found[f"{tokens} tokens"] = told
+    return found
+
+
+def kept_for_backward(model: nn.Module, x: Tensor) -> int:
+    """Bytes of storages that autograd keeps between forward and backward, but for the input and the parameters."""
+    there = {part.untyped_storage().data_ptr() for tensor in (x, *model.parameters()) for part in _plain(tensor)}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        for part in _plain(tensor):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in there:
+                kept[storage.data_ptr()] = storage.nbytes()
+        held.append(tensor)  # else an address might come twice
+        return tensor
+
+    held: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = model(x)
+    y.sum().backward()
+    return sum(kept.values())
+
+
+def _plain(tensor: Any) -> list[Tensor]:
+    return list(tensor.parts().values()) if hasattr(tensor, "recipe") else [tensor]
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table of all runs, and that of one layer."""
+    settings, runs = results["settings"], results["runs"]
+    lines = [
+        "# Adapters, trained beside the weight or through its merge",
+        "",
+        f"SmolLM2-135M, its last {settings['layers']} layers quantized and adapted: rank {settings['rank']}, alpha "
+        f"{settings['alpha']}, {settings['steps']} steps of {settings['seq_len']} tokens. Held-out loss in nats a token.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        "|" + "---|" * 3 + "---:|" * (len(COLUMNS) - 3),
+    ]
+    for name, run in runs.items():
+        recipe, rate, mode = name.split(" | ")
+        gaps = [a - b for a, b in zip(run["merged"], runs[f"{recipe} | {rate} | plain"]["adapter"], strict=True)]
+        error = statistics.stdev(gaps) / len(gaps) ** 0.5
+        own, merged = statistics.fmean(run["adapter"]), statistics.fmean(run["merged"])
+        lines.append(
+            f"| {recipe} | {rate} | {mode} | {own:.4f} | {merged:.4f} | {statistics.fmean(gaps):+.4f} ({error:.4f}) | "
+            f"{run['survived']:.3f} | {run['norm']:.4f} |"
+        )
+    bases = ", ".join(f"{name} {statistics.fmean(losses):.4f}" for name, losses in results["base"].items())
+    lines += ["", f"Before the training: {bases}.", ""]
+    lines += [
+        "| recipe | tokens | keep | time / peft | bytes kept for backward | by peft |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for recipe, layer in results["layer"].items():
+        for tokens in (key for key in layer if key.endswith("tokens")):
+            told = layer[tokens]
+            for way, keep in (("through", "nothing"), ("kept", "merged")):
+                lines.append(
+                    f"| {recipe} | {tokens.split()[0]} | {keep} | {told['times peft'][way]:.2f} | "
+                    f"{told['kept_bytes'][way]:,} | {told['kept_bytes']['peft']:,} |"
+                )
+    shape = next(iter(results["layer"].values()))["shape"]
+    lines += ["", f"One linear of {shape[0]} x {shape[1]}, bf16 factors of rank 8, forward and backward, one core."]
+    return "\n".join(lines) + "\n"
+
+
+def answer(path: Path, recipes: list[str], rates: list[float], settings: Settings, say: Say = print) -> dict[str, Any]:
+    """Run what is missing in the file."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    about = {"command": "python -m benchmarks.merge_aware_lora", "settings": dataclasses.asdict(settings)}
+    if results and results["settings"] != about["settings"]:
+        raise SystemExit(f"{path} is of other settings; take another file")
+    results = {**about, **machine_and_versions(), "base": {}, "layer": {}, "runs": {}} | results
+    rows, held = text(settings)
+    dense, entered = tail_of(settings, torch.cat([rows, held]))
+    data, held_out = (entered[: len(rows)], rows), (entered[len(rows) :], held)
+    for recipe in recipes:
+        if recipe not in results["layer"]:
+            results["layer"][recipe] = layer_figures(recipe)
+        base = copy.deepcopy(dense)
+        for layer in base.model.layers:
+            quantize_(layer, RECIPES[recipe]())
+        results["base"][recipe] = [round(loss, 5) for loss in block_losses(base, held_out)]
+        store(path, results)
+        for rate, mode in ((rate, mode) for rate in rates for mode in MODES):
+            name = f"{recipe} | {rate:g} | {mode}"
+            if name in results["runs"]:
+                continue
+            run = train(base, mode, rate, data, held_out, settings)
+            say(f"{name}: survived {run['survived']:.3f}, merged {statistics.fmean(run['merged']):.4f}")
+            rounded = {
+                key: [round(one, 5) for one in value] if isinstance(value, list) else round(value, 5)
+                for key, value in run.items()
+            }
+            results["runs"][name] = rounded
+            store(path, results)
+    return results
+
+
+def main() -> None:
+    """Run, and write JSON and Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "2026-11-29-merge-aware-lora.json"
+    )
+    for field in dataclasses.fields(Settings):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+    args = parser.parse_args()
+    settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
+    results = answer(args.out, args.recipes, args.rates, settings, tqdm.write)
+    args.out.with_suffix(".md").write_text(markdown(results))
+
+
+if __name__ == "__main__":
+    main()
