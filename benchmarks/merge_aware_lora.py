@@ -13,8 +13,8 @@ changes, so it is computed once.
 
     adapter    held-out loss with the adapter beside its weight, nats a token
     merged     held-out loss of the merged model. For the runs through the merge it is what was trained
-    minus      merged minus the adapter of the plain run, and its standard error over the held-out blocks, pairwise
-    survived   <update, W' - W> / <update, update> over all weights: the share of the adapter's update that a merge keeps
+    minus      merged minus the adapter of the plain run, and its standard error over the held-out rows, pairwise
+    survived   <update, W' - W> / <update, update> over all weights: the share of the update that a merge keeps
     norm       |update| / |W| over all weights
 
 `layer` is one linear with its adapter, forward and backward: seconds against peft's own, and the bytes that its forward
@@ -26,6 +26,7 @@ Finished runs stay in the file, so an interrupted run continues where it stopped
 import argparse
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -37,7 +38,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from benchmarks.evaluation import store
 from benchmarks.machine import machine_and_versions
@@ -53,13 +53,14 @@ MODES = ("plain", "through", "last quarter")
 RATES = (1e-4, 1e-3)
 COLUMNS = ("recipe", "rate", "trained", "adapter", "merged", "minus (s.e.)", "survived", "norm")
 Say = Callable[[str], object]
+Pair = tuple[Tensor, Tensor]  # what enters the last layers, [n, T, hidden], and the tokens, [n, T]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """What all runs of a file share."""
 
-    steps: int = 60
+    steps: int = 40
     layers: int = 4
     rank: int = 8
     alpha: int = 16
@@ -125,16 +126,9 @@ def adapted(base: nn.Module, settings: Settings) -> nn.Module:
     )
 
 
-def train(
-    base: nn.Module,
-    mode: str,
-    rate: float,
-    data: tuple[Tensor, Tensor],
-    held_out: tuple[Tensor, Tensor],
-    settings: Settings,
-) -> Any:
+def train(base: nn.Module, way: tuple[str, float], data: Pair, held_out: Pair, settings: Settings) -> Any:
     """One run: its losses and what a merge leaves of the update."""
-    model = adapted(base, settings)
+    (mode, rate), model = way, adapted(base, settings)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=rate)
     aware = merge_aware(model)
     starts = {"plain": settings.steps, "through": 0, "last quarter": settings.steps * 3 // 4}[mode]
@@ -241,13 +235,13 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [
         "# Adapters, trained beside the weight or through its merge",
         "",
-        f"SmolLM2-135M, its last {settings['layers']} layers quantized and adapted: rank {settings['rank']}, alpha "
-        f"{settings['alpha']}, {settings['steps']} steps of {settings['seq_len']} tokens. Held-out loss in nats a token.",
+        "SmolLM2-135M, its last {layers} layers quantized and adapted: rank {rank}, alpha {alpha}, {steps} steps of "
+        "{seq_len} tokens. Held-out loss in nats a token.".format(**settings),
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|" + "---|" * 3 + "---:|" * (len(COLUMNS) - 3),
     ]
-    for name, run in runs.items():
+    for name, run in sorted(runs.items()):
         recipe, rate, mode = name.split(" | ")
         gaps = [a - b for a, b in zip(run["merged"], runs[f"{recipe} | {rate} | plain"]["adapter"], strict=True)]
         error = statistics.stdev(gaps) / len(gaps) ** 0.5
@@ -285,25 +279,22 @@ def answer(path: Path, recipes: list[str], rates: list[float], settings: Setting
     rows, held = text(settings)
     dense, entered = tail_of(settings, torch.cat([rows, held]))
     data, held_out = (entered[: len(rows)], rows), (entered[len(rows) :], held)
+    bases = {}
     for recipe in recipes:
-        if recipe not in results["layer"]:
-            results["layer"][recipe] = layer_figures(recipe)
-        base = copy.deepcopy(dense)
+        base = bases[recipe] = copy.deepcopy(dense)
         for layer in base.model.layers:
             quantize_(layer, RECIPES[recipe]())
         results["base"][recipe] = [round(loss, 5) for loss in block_losses(base, held_out)]
-        store(path, results)
-        for rate, mode in ((rate, mode) for rate in rates for mode in MODES):
-            name = f"{recipe} | {rate:g} | {mode}"
-            if name in results["runs"]:
-                continue
-            run = train(base, mode, rate, data, held_out, settings)
+    for mode, recipe, rate in itertools.product(MODES, recipes, rates):
+        name = f"{recipe} | {rate:g} | {mode}"
+        if name not in results["runs"]:
+            run = train(bases[recipe], (mode, rate), data, held_out, settings)
             say(f"{name}: survived {run['survived']:.3f}, merged {statistics.fmean(run['merged']):.4f}")
-            rounded = {
-                key: [round(one, 5) for one in value] if isinstance(value, list) else round(value, 5)
-                for key, value in run.items()
-            }
-            results["runs"][name] = rounded
+            results["runs"][name] = run
+            store(path, results)
+    for recipe in recipes:
+        if recipe not in results["layer"]:
+            results["layer"][recipe] = layer_figures(recipe)
             store(path, results)
     return results
 
@@ -320,7 +311,7 @@ def main() -> None:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     args = parser.parse_args()
     settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
-    results = answer(args.out, args.recipes, args.rates, settings, tqdm.write)
+    results = answer(args.out, args.recipes, args.rates, settings)
     args.out.with_suffix(".md").write_text(markdown(results))
 
 

@@ -5,7 +5,8 @@
 
 DIR is a dense checkpoint as `save_pretrained` writes it. The base is gathered as quantized bytes, and gets neither
 gradients nor masters. Adapters are plain tensors, for any optimizer; a checkpoint of them and their optimizer's state
-is small, and loads on any number of ranks. `qlora_merge.py` merges them into the base.
+is small, and loads on any number of ranks. `qlora_merge.py` merges them into the base; with `--through-merge N` the
+last N steps compute with the merged weights already, so that the merge takes nothing of what they learn.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dcp_adapters import QuantizedLoadPlanner
-from qtensor import Float8BlockScaling, MXFP4BlockScaling, NVFP4BlockScaling, quantized_model_init
+from qtensor import Float8BlockScaling, MXFP4BlockScaling, NVFP4BlockScaling, merge_aware, quantized_model_init
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 FORMATS = {"float8": Float8BlockScaling(), "mxfp4": MXFP4BlockScaling(), "nvfp4": NVFP4BlockScaling()}
@@ -80,6 +81,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--format", choices=FORMATS, default="nvfp4")
+    parser.add_argument("--through-merge", type=int, default=0, metavar="N", help="steps at the end")
     parser.add_argument("--resume", help="checkpoint of adapters to go on from")
     args = parser.parse_args(argv)
     if args.base is None and dist.get_rank() == 0:
@@ -92,8 +94,10 @@ def main(argv: list[str] | None = None) -> list[float]:
     if args.resume is not None:
         dcp.load(state, checkpoint_id=args.resume)
         set_optimizer_state_dict(model, optimizer, state["optim"])
-    losses = []
-    for _ in range(state["step"], args.steps):
+    aware, losses = merge_aware(model) if args.through_merge else None, []
+    for step in range(state["step"], args.steps):
+        if aware and step >= args.steps - args.through_merge:
+            aware.start()
         tokens = TOKENS[dist.get_rank() :: dist.get_world_size()]
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()

@@ -11,10 +11,10 @@ read anew in each forward, as peft does it. Under FSDP2 the hook runs where the 
 quantized bytes, the factors as they are.
 
 Compiled code does not look whether hooks came since it was compiled, and would go on without a merge. So all hooks are
-registered at once, all code is compiled anew behind that, and `start` and `stop` write a flag, at which it looks.
+registered at once, all code is compiled anew behind that, and `start` and `stop` write a flag that is looked at.
 
-`merge_` must see the factors that the forwards saw. A MixedPrecisionPolicy that gathers fp32 factors in bf16 rounds them
-on the way, which the shards do not show: such a forward raises, unless the user has named that dtype.
+`merge_` must see the factors that the forwards saw. A MixedPrecisionPolicy that gathers fp32 factors in bf16 rounds
+them on the way, which the shards do not show: such a forward raises, unless the user has named that dtype.
 """
 
 import sys
@@ -31,7 +31,8 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_hooks.scale_sync import parameters_at_rest
 from fsdp_hooks.torch_private import hook_tables, local_of
 from qtensor.merging.low_rank import LowRankUpdate, UpdateSum
-from qtensor.merging.through_merge import Keep, through_merge, why_unfit
+from qtensor.merging.through_merge import How, Keep, through_merge, why_unfit
+from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 LIBRARY = "peft.tuners.lora"
 
@@ -39,10 +40,10 @@ LIBRARY = "peft.tuners.lora"
 class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model): ...
     """Let the forwards of a model with adapters of peft compute with the weights that `merge_` would write.
 
-    Inside the block, or between `start()` and `stop()`, each adapted linear computes with M = requantize(W + s b a), and
-    gradients pass straight through the rounding. `merge_(model, aware.updates())` then writes M, bit for bit: what is
-    exported is what was trained. `start` and `stop` cost nothing and change no name, so that the last steps of a training
-    may be those through the merge. What has been compiled before is compiled anew. Ranks call all of this alike.
+    Inside the block, or between `start()` and `stop()`, each adapted linear computes with M = requantize(W + s b a),
+    and gradients pass straight through the rounding. `merge_(model, aware.updates())` then writes M, bit for bit: what
+    is exported is what was trained. `start` and `stop` cost nothing and change no name, so that the last steps of a
+    training may be those through the merge. What was compiled before is compiled anew. Ranks call all of this alike.
 
     Args:
         model: with LoRA of peft on linears, whose weights are quantized (all recipes) or dense. Several adapters may be
@@ -54,11 +55,12 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
     Raises:
         ValueError: there is no adapter of peft, or some cannot be merged in each forward: with dropout, a bias of their
             own, DoRA or another variant; on embeddings, convolutions or stacked experts; on a weight that is trained,
-            stored dense for quantized gathers, or shares its scale with others. All of them by name, with what to do.
+            tied, stored dense for quantized gathers, or shares its scale with others. All of them by name, with what
+            to do.
 
     Example:
         ```python
-        >>> model = get_peft_model(quantized, LoraConfig(target_modules="all-linear", lora_dropout=0.0))
+        >>> model = get_peft_model(quantized, LoraConfig(target_modules=["up_proj"], lora_dropout=0.0))
         >>> with merge_aware(model) as aware:
         ...     train(model)
         >>> report = merge_(model, aware.updates())  # then model.unload(), and export
@@ -71,11 +73,16 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
         self._model, self._switch = model, _Switch()
         parameters_at_rest(model)  # what is gathered may have another dtype than its shards
         self._layers, problems = [], []
+        names: dict[Tensor, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(param, []).append(name)
         for name, layer in _adapted(model):
-            if why := list(_why_not(layer)):
+            why = list(_why_not(layer)) or list(_why_not_alone(names[layer.base_layer.weight]))
+            if why:
                 problems.append(f"{name}: {'; '.join(why)}")
             else:
-                self._layers.append(_Layer(name, layer, _factor_dtypes(layer), adapter_dtype, keep, self._switch))
+                how = adapter_dtype, keep, self._switch
+                self._layers.append(_Layer(name, layer, _factor_dtypes(layer), layer.base_layer.weight.dtype, *how))
         if problems:
             raise ValueError("merge_aware: " + ". ".join(problems) + ". Nothing was changed")
         if not self._layers:
@@ -125,7 +132,8 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
         parameters_at_rest(self._model)  # puts the shards back, which are other parameters
         active = [(layer, names) for layer in self._layers if (names := layer.active())]
         for layer, names in active:
-            layer.check(names)
+            layer.check_known(names)
+            layer.check_dtypes(names)
         return {f"{layer.name}.base_layer.weight".removeprefix("."): layer.update(names) for layer, names in active}
 
 
@@ -141,12 +149,14 @@ class _Layer:
     """A layer of peft, and what was known of it when it was looked at.
 
     dtypes: adapter -> those of its factors a and b.
+    base_dtype: that in which its base weight is stored, or appears if it is quantized.
     switch: of the model.
     """
 
     name: str
     layer: Any
     dtypes: dict[str, tuple[torch.dtype, torch.dtype]]
+    base_dtype: torch.dtype
     adapter_dtype: torch.dtype | None
     keep: Keep
     switch: "_Switch"
@@ -166,22 +176,26 @@ class _Layer:
 
     def look_at(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise before a forward that no merged weight can compute."""
-        if not self.switch.on or not self.active():
+        if not self.switch.on or not (names := self.active()):
             return
+        self.check_known(names)
         if given := [key for key, value in kwargs.items() if key != "x" and value is not None]:
             raise RuntimeError(
                 f"merge_aware: {self.name} is called with {', '.join(given)}, by which rows get adapters of their own; "
                 "a merged weight is the same for all. Call stop() before such a forward"
             )
 
-    def check(self, names: Sequence[str]) -> None:
-        """Raise RuntimeError if adapters are not those that were looked at, in their dtypes."""
+    def check_known(self, names: Sequence[str]) -> None:
+        """Raise RuntimeError if an adapter is none of those that were looked at."""
+        if others := [name for name in names if name not in self.dtypes]:
+            raise RuntimeError(
+                f"merge_aware: {self.name}: the adapter {others[0]!r} was not active when merge_aware(model) looked; "
+                "call remove(), and merge_aware(model) again"
+            )
+
+    def check_dtypes(self, names: Sequence[str]) -> None:
+        """Raise RuntimeError if factors are not in the dtypes that were seen."""
         for name in names:
-            if name not in self.dtypes:
-                raise RuntimeError(
-                    f"merge_aware: {self.name}: the adapter {name!r} was not active when merge_aware(model) looked; "
-                    "call it again"
-                )
             for factor, own in zip(self.factors(name), self.dtypes[name], strict=True):
                 if factor.dtype not in (own, self.adapter_dtype):
                     raise RuntimeError(
@@ -205,14 +219,21 @@ class _Layer:
         if not self.switch.on or not (names := self.active()):
             return None
         # here, and not before: a layer that is sharded by itself has been gathered by now
-        self.check(names)
+        self.check_dtypes(names)
         base = layer.base_layer
-        if why := why_unfit(base.weight):
+        why = why_unfit(base.weight)
+        # the parts of a quantized weight are the same whatever it appears as
+        if why is None and not isinstance(base.weight, QuantizedTensor) and base.weight.dtype != self.base_dtype:
+            why = (
+                f"is dense and was {self.base_dtype}, and this forward sees {base.weight.dtype}, where merge_ would "
+                "round to the former; store it in the dtype in which it is gathered"
+            )
+        if why is not None:
             raise RuntimeError(f"merge_aware: {self.name}.base_layer.weight {why}")
         x = args[0] if args else kwargs["x"]
         factors = [self._rounded(factor) for name in names for factor in self.factors(name)]
-        scalings = [float(layer.scaling[name]) for name in names]
-        return through_merge(x, base.weight, base.bias, factors, scalings, self.keep)
+        scalings = tuple(float(layer.scaling[name]) for name in names)
+        return through_merge(x, base.weight, base.bias, factors, How(scalings, self.keep))
 
     def update(self, names: Sequence[str]) -> Callable[[tuple[slice, ...]], Tensor]:
         """Return the update of the base weight, from the full factors."""
@@ -279,8 +300,9 @@ def _why_not_layer(layer: Any, base: nn.Linear) -> Iterator[str]:
         )
     if any(hook_tables(base)[table] for table in ("forward_pre_hooks", "forward_hooks")):
         yield (
-            "its base layer has hooks on its forward, as tensor parallelism and rotated inputs put there, which a merged "
-            "product would not run; remove them (those of an earlier merge_aware by its remove()), or leave it out"
+            "its base layer has hooks on its forward, as tensor parallelism and rotated inputs put there, which a "
+            "merged product would not run; remove them (those of an earlier merge_aware by its remove()), or leave it "
+            "out"
         )
     weight = base.weight
     local: Any = local_of(weight)
@@ -292,6 +314,15 @@ def _why_not_layer(layer: Any, base: nn.Linear) -> Iterator[str]:
             "share_scales says that its base weight has one scale with others, so that sync_scales would requantize "
             "what was merged; adapt weights that share none, or leave share_scales out and export with "
             'fused_scales="requantize"'
+        )
+
+
+def _why_not_alone(names: Sequence[str]) -> Iterator[str]:
+    """Yield why a base weight that has several names cannot be merged into."""
+    if len(names) > 1:
+        yield (
+            f"its base weight is tied, as {' and '.join(names)}: merge_ would change all of them, and this forward "
+            "one; untie it, or leave it out of target_modules"
         )
 
 

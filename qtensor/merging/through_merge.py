@@ -94,7 +94,7 @@ def linear_through_merge(
                 f"linear_through_merge: an update has shape {update.shape}, the weight {tuple(weight.shape)}"
             )
     factors = [factor for update in each for factor in (update.a, update.b)]
-    return through_merge(x, weight, bias, factors, [update.scaling for update in each], keep)
+    return through_merge(x, weight, bias, factors, How(tuple(update.scaling for update in each), keep))
 
 
 def why_unfit(weight: Tensor) -> str | None:
@@ -114,19 +114,24 @@ def why_unfit(weight: Tensor) -> str | None:
         return "is trained itself, so that the merge would move under it; call requires_grad_(False) on it"
     if not isinstance(weight, QuantizedTensor) and weight.dtype not in APPEARANCE_DTYPES:
         return f"holds {weight.dtype}; expected bf16, fp16, fp32 or a quantized weight"
-    if weight.ndim != 2 or (isinstance(weight, QuantizedTensor) and weight._lens != OWN):  # noqa: SLF001 - our own
+    if weight.ndim != 2 or (isinstance(weight, QuantizedTensor) and weight._lens != OWN):
         return f"is a view, or no matrix [N, K]: {tuple(weight.shape)}; take the parameter of the layer"
     return None
 
 
-def through_merge(  # noqa: PLR0913 - what a linear layer and its adapters consist of
-    x: Tensor, weight: Tensor, bias: Tensor | None, factors: Sequence[Tensor], scalings: Sequence[float], keep: Keep
-) -> Tensor:
+class How(NamedTuple):
+    """What of a layer's adapters is no tensor."""
+
+    scalings: tuple[float, ...]
+    keep: Keep
+
+
+def through_merge(x: Tensor, weight: Tensor, bias: Tensor | None, factors: Sequence[Tensor], how: How) -> Tensor:
     """Do `linear_through_merge`, without its checks; `factors` are a and b of each update, one after the other."""
     # dynamo sees one call, as it does of F.linear: it could not look into a quantized weight
     if torch.compiler.is_dynamo_compiling():
         _let_into_graphs()
-    return _through_merge(x, weight, bias, factors, scalings, keep)
+    return _through_merge(x, weight, bias, factors, how.scalings, how.keep)
 
 
 @constant_in_graphs  # so it is called while dynamo traces, and an import of this module does not import dynamo
@@ -134,20 +139,13 @@ def _let_into_graphs() -> None:
     torch.compiler.allow_in_graph(_through_merge)
 
 
-def _through_merge(  # noqa: PLR0913 - see `through_merge`
+def _through_merge(  # noqa: PLR0913, PLR0917 - what a graph can hold: tensors and numbers
     x: Tensor, weight: Tensor, bias: Tensor | None, factors: Sequence[Tensor], scalings: Sequence[float], keep: Keep
 ) -> Tensor:
     if not torch.is_grad_enabled():
         return F.linear(x, merged_weight(weight, factors, scalings), bias)
     how = How(tuple(scalings), keep)
     return ThroughMerge.apply(x, weight, bias, how, *factors)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class How(NamedTuple):
-    """What is no tensor."""
-
-    scalings: tuple[float, ...]
-    keep: Keep
 
 
 class ThroughMerge(torch.autograd.Function):
@@ -180,16 +178,16 @@ class ThroughMerge(torch.autograd.Function):
             db = (grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad).to(ctx.bias_dtype)
         of_factors: list[Tensor | None] = []
         for number, scaling in enumerate(scalings):
-            wanted = needs[4 + 2 * number : 6 + 2 * number]
-            of_factors += _factor_gradients(grad, x, *factors[2 * number : 2 * number + 2], scaling, wanted)
+            pair = slice(2 * number, 2 * number + 2)
+            of_factors += _factor_gradients(grad, x, factors[pair], scaling, needs[4:][pair])
         return dx, None, db, None, *of_factors
 
 
-def _factor_gradients(  # noqa: PLR0913 - the operands of two products
-    grad: Tensor, x: Tensor | None, a: Tensor, b: Tensor, scaling: float, wanted: Sequence[bool]
+def _factor_gradients(
+    grad: Tensor, x: Tensor | None, pair: Sequence[Tensor], scaling: float, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of a [r, K] and b [N, r] in their dtypes, from dy [.., N] and x [.., K]."""
-    of_a, of_b = wanted
+    (a, b), (of_a, of_b) = pair, wanted
     if x is None or not (of_a or of_b):
         return None, None
     # as LoRA's own products: in the adapter's dtype, if that is the wider one

@@ -273,6 +273,17 @@ def numerics(path: Path) -> None:
     assert names["q"].recipe.to_json() == names["recipe"]
 
 
+def merge_aware_lora(path: Path) -> None:
+    def steps(model: nn.Module) -> None:
+        train(model, torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.5))
+
+    names = namespace(build_model=Model, steps=steps, torch=torch)
+    names = page("merge_aware_lora.md").run(names, dots=("steps(model)", "steps(model)"))
+    assert len(names["plain"].state_dict()) == len(Model().state_dict())
+    assert isinstance(names["plain"].layers[0].mlp.up_proj.weight, QuantizedTensor)
+    assert names["layer"].a.grad is not None
+
+
 def qat(path: Path) -> None:
     def build_model() -> nn.Module:
         model = Model()
@@ -352,6 +363,7 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/logging.md": (1, logs),
     "docs/memory.md": (1, memory),
     "docs/numerics.md": (1, numerics),
+    "docs/merge_aware_lora.md": (1, merge_aware_lora),
     "docs/qat.md": (2, qat),
 }
 YAML = ("docs/calibrate_command.md", "yaml")  # read by tests/layerwise/command/test_reference.py

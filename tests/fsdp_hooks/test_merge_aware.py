@@ -146,7 +146,22 @@ def test_factors_that_a_policy_rounds_are_refused_until_the_user_says_so() -> No
     run_ranks(2, _rounded_by_a_policy)
 
 
-def _own_layer_sharded(inside: bool) -> None:  # noqa: FBT001 - a case
+def _dense_base_rounded_by_a_policy() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(nn.Sequential(nn.Linear(K, 64)), LoraConfig(r=2, target_modules=["0"]))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with merge_aware(model, adapter_dtype=torch.bfloat16):
+        model(tokens(0))
+
+
+def test_a_dense_base_that_a_policy_rounds_is_refused() -> None:
+    errors = run_ranks_catching(2, _dense_base_rounded_by_a_policy)
+    assert len({*errors}) == 1
+    assert "0.base_layer.weight is dense and was torch.float32, and this forward sees torch.bfloat16" in errors[0]
+
+
+def _own_layer_sharded(inside: bool) -> None:
     model = built("mxfp8")
     layer = model.base_model.model.net.up
     fully_shard(layer.base_layer if inside else layer)

@@ -7,6 +7,7 @@ are exact in any order.
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -143,7 +144,7 @@ def test_scalings_and_several_adapters_are_read_in_each_forward() -> None:
         seen.append(model(X))
         assert aware.updates() == {}
     assert torch.equal(seen[-1], model.unload()(X))
-    assert all(not torch.equal(*pair) for pair in zip(seen, seen[1:], strict=False))
+    assert all(not torch.equal(*pair) for pair in itertools.pairwise(seen))
 
 
 def test_a_switch_that_is_off_computes_what_peft_computes() -> None:
@@ -242,6 +243,13 @@ def _sharing() -> Any:
     return get_peft_model(net, lora(target_modules=["up"]))
 
 
+def _tied() -> Any:
+    net = Net(NVFP4)
+    net.table = nn.Embedding(32, 64)
+    net.table.weight = net.dense.weight
+    return get_peft_model(net, lora(target_modules=["dense"], ensure_weight_tying=False))
+
+
 def _hooked() -> Any:
     model = adapted()
     merge_aware(model)
@@ -273,6 +281,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "dense storage": (_dense_storage, "its base weight is stored dense"),
     "a base that is trained": (_trained_base, r"model\.up: its base weight is trained itself"),
     "a shared scale": (_sharing, "share_scales says that its base weight has one scale with others"),
+    "a tied weight": (_tied, r"is tied, as base_model\.model\.table\.weight and base_model\.model\.dense\.base_layer"),
     "hooks on the base": (_hooked, r"its base layer has hooks on its forward.*by its remove\(\)"),
     "adapters that are merged": (_merged, r"peft has merged its adapters into the weight; call unmerge_adapter\(\)"),
     "no adapter": (lambda: Net(NVFP4), r"no layers with adapters of peft; .*qtensor\.linear_through_merge"),

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from examples.trainers import qlora_merge, qlora_peft
+from qtensor import merge_aware
 from tests.examples.trainers.checkpoints import hold_the_same, quantized_in
 from tests.ranks import run_ranks
 
@@ -68,3 +70,32 @@ def test_merged_layers_are_base_and_adapter_and_the_bytes_those_of_one_process(
     assert len(quantized_in(shared_tmp_path / "merged-2")) == 2 * 7 + 1
     for merged, before in run_ranks(2, _deviations, form, out):
         assert merged < 1 < before
+
+
+def _loss(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=qlora_peft.TOKENS, labels=qlora_peft.TOKENS).loss  # type: ignore[no-any-return]
+
+
+def _merged_as_trained(form: str, base: Path, out: Path) -> None:
+    with _old_names():
+        model = qlora_merge.adapted_model(base, form)
+    dcp.load({"adapters": qlora_merge.adapters_of(model)}, checkpoint_id=out / "step-4")
+    beside = _loss(model)
+    with merge_aware(model):
+        trained = _loss(model)
+    qlora_merge.merge(model)
+    with model.disable_adapter():
+        assert torch.equal(_loss(model), trained)
+    assert not torch.equal(beside, trained)
+
+
+def test_steps_through_the_merge_train_the_model_that_is_merged(shared_tmp_path: Path) -> None:
+    out, argv = shared_tmp_path / "plain", ["--format", "mxfp4", "--steps", "4"]
+    plain = run_ranks(2, _train, [*argv, "--out", str(out)])
+    argv += ["--base", str(out / "base"), "--out", str(shared_tmp_path / "through")]
+    through = run_ranks(2, _train, [*argv, "--through-merge", "2"])
+    for one, other in zip(plain, through, strict=True):
+        assert one[:2] == other[:2]
+        assert one[2] != other[2]
+    run_ranks(2, _merged_as_trained, "mxfp4", out / "base", shared_tmp_path / "through")
