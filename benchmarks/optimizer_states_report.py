@@ -137,18 +137,24 @@ def _small_rate(results: Mapping[str, Any]) -> list[str]:
 
 
 def _finetune(results: Mapping[str, Any]) -> list[str]:
-    found = results.get("finetune", {})
+    found = {row: results["finetune"][name] for name, row in table().items() if name in results.get("finetune", {})}
     if not found:
         return []
-    lines = ["## SmolLM2-135M", "", "| weights | states | steps | seconds a step | the first | held-out loss |"]
-    lines += ["|---|---|---:|---:|---:|---:|"]
-    for name, row in table().items():
-        if name in found:
-            own = found[name]
-            curve = own.get("held_out", {})
-            last = _loss(curve[max(curve, key=int)]) if curve else ""
-            times = f"{own['step_seconds']:.2f} | {own['first_step_seconds']:.2f}"
-            lines.append(f"| {row.weights} | {row.states} | {own['steps']} | {times} | {last} |")
+    lines = ["## SmolLM2-135M", "", "| weights | states | steps | seconds a step | the first |"]
+    lines += ["|---|---|---:|---:|---:|"]
+    for row, own in found.items():
+        times = f"{own['step_seconds']:.2f} | {own['first_step_seconds']:.2f}"
+        lines.append(f"| {row.weights} | {row.states} | {own['steps']} | {times} |")
+    curves = {row: own["held_out"] for row, own in found.items() if own.get("held_out")}
+    if not curves:
+        return [*lines, ""]
+    # a loss falls with the steps: curves are compared where each of them was looked at
+    common = sorted(set.intersection(*(set(curve) for curve in curves.values())), key=int)
+    lines += ["", "Held-out loss, nats a token:", ""]
+    lines += [f"| weights | states | {' | '.join(f'step {step}' for step in common)} |"]
+    lines += [f"|---|---|{'---:|' * len(common)}"]
+    for row, curve in curves.items():
+        lines.append(f"| {row.weights} | {row.states} | {' | '.join(_loss(curve[step]) for step in common)} |")
     return [*lines, ""]
 
 

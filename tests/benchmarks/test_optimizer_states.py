@@ -275,6 +275,19 @@ def test_differences_are_taken_seed_by_seed() -> None:
     assert '| masters="remainder", moments="float8" | 3 | 2 | +0.0667 ± 0.1453 |' in shown
 
 
+def test_curves_are_compared_at_the_steps_that_all_have() -> None:
+    def run(**held_out: float) -> dict[str, Any]:
+        found = {step.removeprefix("at"): loss for step, loss in held_out.items()}
+        return {"steps": 9, "step_seconds": 1.0, "first_step_seconds": 2.0, "held_out": found}
+
+    name = contenders.compressed("bf16", "remainder", "float8").name
+    runs = {BASELINES[0]: run(at25=3.5, at50=2.5, at100=1.5), name: run(at25=3.25, at50=2.25)}
+    shown = optimizer_states_report.markdown({"settings": {"steps": 2}, "finetune": runs})
+    assert "| weights | states | step 25 | step 50 |\n" in shown
+    assert '| masters="remainder", moments="float8" | 3.2500 | 2.2500 |' in shown
+    assert "1.5" not in shown.partition("Held-out")[2]
+
+
 def test_a_rate_that_is_given_is_not_looked_for(few_steps: Path) -> None:
     asked = ["--steps", "4", "--seeds", "0", "--rates", "1", "--rate", "1e-3", "--out", str(few_steps)]
     optimizer_states.main([*asked, "--questions", "scratch", "--only", BASELINES[0]])
