@@ -51,6 +51,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
             "states",
             "optim.masters",
             "optim.batches",
+            "optim.matrices",
             "optim.fused",
             "optim.compressed",
             "optim.fused.compressed",

@@ -5,6 +5,7 @@ master_step.py      its step, from gradients to written shards
 masters.py          the fp32 value behind each weight; master_states.py: in state dicts
 inner_step.py       the step of the inner optimizer, chunk by chunk, on gradients in fp32
 fused/              the step of AdamW, Adam and SGD on CUDA, with the parts' write, in one pass
+matrices/           the step of Muon: each whole matrix is orthogonalized by one rank of those that hold its pieces
 compressed/         masters as remainders and moments in 8 bits: a step on states that are expanded for it
 step_agreement.py   what ranks agree on in a step, by one all-reduce
 batches.py          many small weights, written at once

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from fsdp_hooks.ranks.exchange import RanksDifferError
 from fsdp_hooks.scale_sync import SharedScales, scales_of
 from fsdp_hooks.torch_private import local_of, locals_of, without_torch_function
 from fsdp_hooks.versions import count_writes
@@ -25,8 +27,9 @@ from qtensor.optim.batches import write_each
 from qtensor.optim.inner_step import step_masters
 from qtensor.optim.masters import LastWrites, copy_many, refill
 from qtensor.optim.replicas import Replicas
-from qtensor.optim.step_agreement import StepOutcome, Trained, agree, tell
+from qtensor.optim.step_agreement import StepOutcome, Trained, agree, groups_that_meet, tell
 from qtensor.scales.high_precision import HighPrecisionWeight
+from qtensor.states.kinds import takes_matrices
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from qtensor.optim.compressed.storage import Storage
     from qtensor.optim.fused.compressed.step import BothWays, FusedCompressedStep
     from qtensor.optim.fused.step import FusedStep, Taken
+    from qtensor.optim.matrices.step import MatrixStep
 
 
 class MasterStep(torch.optim.Optimizer):
@@ -111,17 +115,26 @@ class MasterStep(torch.optim.Optimizer):
     @torch.no_grad()
     def _switch(self, mode: str) -> None:
         self._refuse_exchanged()
-        self._move(lambda inner: optimizer_modes.switch(inner, mode, self._masters), frozen=True)
+        self._move(lambda inner, _: optimizer_modes.switch(inner, mode, self._masters), frozen=True)
 
-    def _step_masters(self, inner: torch.optim.Optimizer) -> list[Tensor]:
+    def _step_masters(self, inner: torch.optim.Optimizer, replicas: Replicas | None) -> list[Tensor]:
         """Step the inner optimizer; returns the parameters that took part."""
         # otherwise reading an attribute of a subclass goes through it
         with without_torch_function():
             # a frozen parameter may still have a gradient, which is ignored
             stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
+        matrices = self._take_matrices(inner, stepped, replicas) if takes_matrices(type(inner)) else None
         if self._states is not None:
-            self._taken = self._take_compressed(self._states, inner, stepped)
+            self._taken = self._take_compressed(self._states, inner, stepped, matrices)
             self._taken.begin()
+            return stepped
+        if matrices is not None:
+            if self._wants_fused:
+                self._take_fused(inner, stepped)  # which it refuses
+            # a rank outside of a parameter's mesh has no piece of it
+            plain = [param for param in stepped if not isinstance(param, DTensor)]
+            step_masters(inner, plain, self._masters, self._group)
+            matrices.step(self._masters)
             return stepped
         self._taken = taken = self._take_fused(inner, stepped)
         if taken is None:
@@ -145,13 +158,26 @@ class MasterStep(torch.optim.Optimizer):
             self._fused_way = FusedStep(required=self._wants_fused is True)
         return self._fused_way.take(inner, stepped, self._masters, self._group, self._fresh)
 
+    def _take_matrices(
+        self, inner: torch.optim.Optimizer, stepped: list[Tensor], replicas: Replicas | None
+    ) -> "MatrixStep":
+        """Return the step of those whose matrices are sharded."""
+        from qtensor.optim.matrices.step import MatrixStep, Optimized
+
+        meeting = groups_that_meet(self._labels, replicas)
+        return MatrixStep(Optimized(inner, self._labels, self._group, meeting), stepped)
+
     def _take_compressed(
-        self, states: "CompressedStates", inner: torch.optim.Optimizer, stepped: list[Tensor]
+        self,
+        states: "CompressedStates",
+        inner: torch.optim.Optimizer,
+        stepped: list[Tensor],
+        matrices: "MatrixStep | None",
     ) -> "CompressedStep | BothWays":
         """Return the step on compressed states, with what takes the fused way where something could."""
         from qtensor.optim.compressed.step import CompressedStep, Weights
 
-        weights = Weights(stepped, self._masters, self._group, self._fresh)
+        weights = Weights(stepped, self._masters, self._group, self._fresh, matrices=matrices)
         if states.storage.on_host or not self._may_fuse():
             return CompressedStep(states, inner, weights)
         if self._fused_compressed is None:
@@ -165,7 +191,9 @@ class MasterStep(torch.optim.Optimizer):
         applies = first is not None and first.device.type in fused.FUSED_ON and available()
         return self._wants_fused is not False and bool(self._wants_fused or applies)
 
-    def _move(self, move: Callable[[torch.optim.Optimizer], list[Tensor]], *, frozen: bool = False) -> None:
+    def _move(
+        self, move: Callable[[torch.optim.Optimizer, Replicas | None], list[Tensor]], *, frozen: bool = False
+    ) -> None:
         """Have masters moved, and write the parameters that `move` returns: with `frozen`, those frozen since, too."""
         assert self._inner is not None
         replicas = Replicas(self._named()) if self._check_replicas else None
@@ -184,13 +212,16 @@ class MasterStep(torch.optim.Optimizer):
             self._join_masters()
             # a checkpoint that was loaded since the last step wins over the masters of before
             self._follow_outside_writes(same)
-            moved = move(self._inner)
+            moved = move(self._inner, replicas)
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
                 # some optimizers keep state in their groups
                 group.update(master_states.options_of(inner))
             trained, dense, plain = self._collect_writes(set(moved), frozen=frozen)
             if plain:
                 copy_many([(shard, master) for _, shard, master in plain])
+        except RanksDifferError:  # of an agreement before the step's: all ranks of the groups have it
+            self._let_go()
+            raise
         except Exception:
             # the error that led here is the one to report
             with contextlib.suppress(Exception):

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.ranks.scale_partners import check_complete
 from fsdp_hooks.scale_sync import agree_on_scales, cuts_of, label_of, meeting_of, partners_of, tell_sharing
@@ -38,6 +39,7 @@ from qtensor.optim.master_step import MasterStep
 from qtensor.optim.masters import LastWrites, check_trainable, master_of
 from qtensor.optim.replicas import Replicas
 from qtensor.optim.step_agreement import TRAINED
+from qtensor.states.kinds import takes_matrices
 
 if TYPE_CHECKING:
     from qtensor.optim.compressed.states import CompressedStates
@@ -123,6 +125,7 @@ class MasterWeightOptimizer(MasterStep):
         self.defaults = self._inner.defaults
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(master_states.options_of(inner))
+        self._check_split(self._inner.param_groups)
         self._bring_home()
         self._publish_state(())
 
@@ -170,6 +173,7 @@ class MasterWeightOptimizer(MasterStep):
             self._sync(len(self.param_groups) - 1)
             self._inner.add_param_group(self._master_group(len(self.param_groups) - 1))
             group.update(master_states.options_of(self._inner.param_groups[-1]))
+            self._check_split(self._inner.param_groups[-1:])
             self._bring_home()
             return
         super().add_param_group(param_group)
@@ -276,6 +280,10 @@ class MasterWeightOptimizer(MasterStep):
         tensors = [(name, param) for name, param in named if isinstance(param, Tensor)]
         with self._tell_errors(tensors):
             check_trainable(kind, [param for _, param in tensors])
+            if takes_matrices(kind):
+                from qtensor.optim.matrices.pieces import check_matrices
+
+                check_matrices(tensors)
             partners = [partners_of(param) for _, param in tensors if param.requires_grad]
             check_complete("MasterWeightOptimizer", partners, TRAINED)
             if self._states is not None:
@@ -306,6 +314,16 @@ class MasterWeightOptimizer(MasterStep):
         self._start_anew(group["params"])
         options = master_states.options_of(group)
         return {**options, "params": [self._masters[param] for param in group["params"]]}
+
+    def _check_split(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Do `check_arithmetic` for groups of Muon that is not torch's alone; ranks come to the same by the options."""
+        assert self._inner is not None
+        split = self._states is not None or any(isinstance(param, DTensor) for param in self._masters)
+        if split and takes_matrices(type(self._inner)):
+            from qtensor.optim.matrices.arithmetic import check_arithmetic
+
+            for group in groups:
+                check_arithmetic(group)
 
     def _sync(self, first: int) -> None:
         """Make the scales of the groups from this number on agreed."""

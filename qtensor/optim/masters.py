@@ -186,6 +186,17 @@ def refill(master: Tensor, param: Tensor) -> None:
         target.copy_(local)  # bit for bit: a step that adds nothing writes it back
 
 
+def gradient_of(param: Tensor) -> Tensor:
+    """Return a parameter's gradient as its shard's; a collective if it is placed otherwise."""
+    grad = param.grad
+    assert grad is not None
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        if (grad.device_mesh, grad.placements) != (param.device_mesh, param.placements):
+            grad = grad.redistribute(param.device_mesh, param.placements)
+        grad = local_of(grad)
+    return grad
+
+
 def copy_many(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Do target.copy_(source) for many tensors, by one call for each pair of dtypes: a GPU is slow to begin each."""
     alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}

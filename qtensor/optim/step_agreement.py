@@ -124,10 +124,8 @@ def _terms(
     labels: Mapping[Tensor, str],
     replicas: Replicas | None,
 ) -> _Terms:
-    layouts_of, everybody = (cuts_of, []) if replicas is None else (replicas.cuts_of, replicas.everybody)
-    layouts = dict(zip(labels, layouts_of(list(labels)), strict=True))
-    meeting = meeting_of(list(labels.values()), list(layouts.values()))
-    terms = _Terms([], [], [], {}, [], list(dict.fromkeys([*meeting, *everybody])), replicas)
+    layouts = _layouts(labels, replicas)
+    terms = _Terms([], [], [], {}, [], _meeting(labels, layouts, replicas), replicas)
     for number, one in enumerate(trained):
         cuts = layouts[one.param]
         terms.members.setdefault(tuple(group for _, group in cuts), []).append(number)
@@ -148,6 +146,27 @@ def _terms(
         if own or scales.partners is not None:
             terms.claiming.append((label, scales, own))
     return terms
+
+
+def groups_that_meet(labels: Mapping[Tensor, str], replicas: Replicas | None) -> list[dist.ProcessGroup]:
+    """Return the groups in which ranks take part in each step, in the order in which `agree` and `tell` go there."""
+    return _meeting(labels, _layouts(labels, replicas), replicas)
+
+
+def _layouts(
+    labels: Mapping[Tensor, str], replicas: Replicas | None
+) -> dict[Tensor, list[tuple[int, dist.ProcessGroup]]]:
+    layouts_of = cuts_of if replicas is None else replicas.cuts_of
+    return dict(zip(labels, layouts_of(list(labels)), strict=True))
+
+
+def _meeting(
+    labels: Mapping[Tensor, str],
+    layouts: Mapping[Tensor, list[tuple[int, dist.ProcessGroup]]],
+    replicas: Replicas | None,
+) -> list[dist.ProcessGroup]:
+    everybody = [] if replicas is None else replicas.everybody
+    return list(dict.fromkeys([*meeting_of(list(labels.values()), list(layouts.values())), *everybody]))
 
 
 def agree(

@@ -30,6 +30,7 @@ APART = frozenset(
         torch.optim.Adamax,
         torch.optim.AdamW,
         torch.optim.ASGD,
+        torch.optim.Muon,
         torch.optim.NAdam,
         torch.optim.RAdam,
         torch.optim.RMSprop,
@@ -39,12 +40,20 @@ APART = frozenset(
 )
 
 # those of them that treat each element on its own: a shard of a weight steps as a plain tensor
-ELEMENTWISE = APART - {torch.optim.Adafactor}
+ELEMENTWISE = APART - {torch.optim.Adafactor, torch.optim.Muon}
+# those that take matrices as a whole, and the way in which sharded ones step (optim/matrices) is known
+MATRICES = frozenset({torch.optim.Muon})
+
+
+def takes_matrices(kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether an optimizer takes matrices as a whole, and no subclass does more."""
+    return kind in MATRICES
 
 
 def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
     """Return whether an optimizer treats each element on its own: one of torch's, or a class that says it does.
 
-    It says so by `elementwise = True`, of itself alone: a subclass may do more.
+    It says so by `elementwise = True`, of itself alone: a subclass may do more. None of Muon does.
     """
-    return kind in ELEMENTWISE or vars(kind).get("elementwise") is True
+    says = vars(kind).get("elementwise") is True and not issubclass(kind, tuple(MATRICES))
+    return kind in ELEMENTWISE or says

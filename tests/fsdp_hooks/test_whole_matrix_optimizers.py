@@ -1,8 +1,8 @@
-"""Optimizers whose step takes a matrix as a whole: Muon under MasterWeightOptimizer on shards.
+"""Optimizers of other libraries whose step takes a matrix as a whole, under MasterWeightOptimizer on shards.
 
-The masters are DTensors, so what torch multiplies in Muon's step are whole matrices, whoever holds their rows. The sums
+The masters are DTensors, so what torch multiplies in such a step are whole matrices, whoever holds their rows. The sums
 of these products are added up in another order on another number of ranks, in bf16, and so the bytes are not the same;
-the promise that they are is one of optimizers that step each element by itself.
+the promise that they are is one of torch's own Muon (test_muon.py) and of optimizers that step each element by itself.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ ROWS, COLUMNS = 96, 64
 FULL = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()  # the gradient
 
 
+class OfALibrary(torch.optim.Muon):
+    """Not torch's own, so nobody knows what it does; its step is Muon's all the same."""
+
+
 def moved(shards: int) -> Tensor:
     """Minus the update of one step of plain Muon, in fp32, for each of so many pieces of rows by itself."""
     pieces = [nn.Parameter(torch.zeros(piece.shape)) for piece in FULL.chunk(shards)]
@@ -37,7 +41,7 @@ def moved_by_shards() -> Tensor:
         model[0].weight.zero_()
     fully_shard(model)
     optimizer = MasterWeightOptimizer(
-        torch.optim.Muon, model.parameters(), lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+        OfALibrary, model.parameters(), lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
     )
     (param,) = model.parameters()
     assert isinstance(param, DTensor)
@@ -52,7 +56,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_muon_takes_whole_matrices(world_size: int) -> None:
+def test_a_step_takes_whole_matrices(world_size: int) -> None:
     """Storing rounds each element by at most 2**-4 of itself; pieces by themselves would be a different update."""
     whole = moved(shards=1)
     for found in run_ranks(world_size, moved_by_shards):

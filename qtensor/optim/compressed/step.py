@@ -12,11 +12,10 @@ twice, the first time without leaving a trace. A step is a function of what is k
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.scale_sync import cuts_of
 from fsdp_hooks.torch_private import local_of
@@ -33,6 +32,8 @@ from qtensor.optim.compressed.masters import (
 from qtensor.optim.compressed.stacks import Stack, kind_of, stacks_of
 from qtensor.optim.compressed.states import COUNT, SEED, CompressedStates
 from qtensor.optim.compressed.storage import is_quantized
+from qtensor.optim.masters import gradient_of
+from qtensor.optim.matrices.arithmetic import MOMENTUM, advance, momentum_of, move, orthogonalized
 from qtensor.scales.agreement import claim_of, common_along
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.states.draws import Positions
@@ -40,15 +41,22 @@ from qtensor.states.kinds import CHUNK
 from qtensor.tensor.contents import decode
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
+if TYPE_CHECKING:
+    from qtensor.optim.matrices.step import MatrixStep
+
 
 class Weights(NamedTuple):
-    """The weights of a step; see the arguments of `FusedStep.take`. `elsewhere`: those that are stepped elsewhere."""
+    """The weights of a step; see the arguments of `FusedStep.take`. `elsewhere`: those that are stepped elsewhere.
+
+    `matrices`: of an optimizer that takes matrices as a whole.
+    """
 
     stepped: Sequence[Tensor]
     masters: Mapping[Tensor, Tensor]
     groups: Mapping[Tensor, int]
     fresh: set[Tensor]
     elsewhere: Collection[Tensor] = ()
+    matrices: "MatrixStep | None" = None
 
 
 @dataclass
@@ -84,7 +92,7 @@ class CompressedStep:
         # counted where ranks have agreed: one that failed before is to draw with the others again
         self._counts = [group.get(COUNT, 0) + 1 for group in inner.param_groups]
         # here, once each and in one order: it is a collective, and weights step at other times on other ranks
-        self._grads = {param: _gradient(param) for param in stepped}
+        self._grads = {param: gradient_of(param) for param in stepped}
         self._stepped, self._fresh = {id(param) for param in stepped}, fresh
         self.claims: dict[Tensor, Tensor] = {}
         self.moved: dict[Tensor, Tensor] = {}
@@ -97,12 +105,17 @@ class CompressedStep:
         own = {id(param) for param in quantized}
         self._first = [param for param in stepped if id(param) not in own]
         self._sharing = sharing
+        self._matrices = weights.matrices
+        # of sharded matrices, as pieces
+        self._orthogonal: dict[Tensor, Tensor] = {}
         self._kept: list[_Guest] = []
         self.plain = {param for param in self._first if param in held}
         self.params = {*quantized, *self.plain}
 
     def begin(self) -> None:
         """Step what need not wait for other ranks, and find what is claimed."""
+        if self._matrices is not None:
+            self._orthogonalize(self._matrices)
         with self._brought(self._chunks(self._step_stacks(self._first))) as brought:
             for chunk in brought:
                 guests = self._advance(chunk)
@@ -181,8 +194,8 @@ class CompressedStep:
 
     def _step_stacks(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Step and write small weights as one, and large ones in pieces; returns the others."""
-        # a chunk of states in host memory is brought whole
-        if self._states.storage.on_host:
+        # a chunk of states in host memory is brought whole, and Muon does not treat rows apart
+        if self._states.storage.on_host or self._matrices is not None:
             return list(params)
         kinds: dict[Tensor, Hashable | None] = {}
         for param in params:
@@ -253,9 +266,40 @@ class CompressedStep:
             guests.append(_Guest(param, master, expanded, before))
         stepping = [guest for guest in guests if self._steps(guest.param)]
         grads = [self._grads[guest.param].to(torch.float32) for guest in stepping]
+        if self._matrices is not None:
+            for guest, grad in zip(stepping, grads, strict=True):
+                self._step_matrix(guest, grad)
+            return guests
         with _as_groups(self._inner, stepping, grads, self._groups):
             self._inner.step()
         return guests
+
+    def _orthogonalize(self, matrices: "MatrixStep") -> None:
+        """Find the orthogonal matrices of sharded weights, by steps that leave no trace; a collective."""
+
+        def advance_all() -> None:
+            with self._brought(self._chunks(matrices.params), write=False) as brought:
+                for chunk in brought:
+                    for param in chunk:
+                        state = expand(self._inner.state.get(self._masters[param]) or {}, param)
+                        momentum = momentum_of(state, local_of(param))
+                        momentum = momentum.clone() if momentum is state.get(MOMENTUM) else momentum
+                        grad = self._grads[param].to(torch.float32)
+                        self._orthogonal[param] = advance(momentum, grad, self._options(param))
+
+        matrices.agree()
+        matrices.attempt(advance_all)
+        matrices.orthogonalize(self._orthogonal)
+
+    def _step_matrix(self, guest: _Guest, grad: Tensor) -> None:
+        """Step a weight by Muon: torch's, but for what other ranks have computed already."""
+        options, momentum = self._options(guest.param), momentum_of(guest.state, guest.master)
+        update, found = advance(momentum, grad, options), self._orthogonal.get(guest.param)
+        move(guest.master, orthogonalized(update, options) if found is None else found, guest.param.shape, options)
+        guest.state = {**guest.state, MOMENTUM: momentum}
+
+    def _options(self, param: Tensor) -> Mapping[str, Any]:
+        return self._inner.param_groups[self._groups[param]]
 
     def _before(self, param: Tensor, master: Tensor) -> Tensor:
         """Return what a master is compared with to tell whether it moved: of a loaded one, what the weight holds."""
@@ -351,17 +395,6 @@ def _as_groups(
 
 def _copy_of_number(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and not value.ndim else value
-
-
-def _gradient(param: Tensor) -> Tensor:
-    """Return a parameter's gradient as its shard's; a collective if it is placed otherwise."""
-    grad = param.grad
-    assert grad is not None
-    if isinstance(param, DTensor) and isinstance(grad, DTensor):
-        if (grad.device_mesh, grad.placements) != (param.device_mesh, param.placements):
-            grad = grad.redistribute(param.device_mesh, param.placements)
-        grad = local_of(grad)
-    return grad
 
 
 def _share_scales(params: Sequence[Tensor]) -> dict[Tensor, CutBlocks | None]:

@@ -58,7 +58,7 @@ class FusedCompressedStep:
         Raises:
             RuntimeError: it is required, and a parameter can not take it.
         """
-        stepped, masters, groups, fresh, _ = weights
+        stepped, masters, groups, fresh, *_ = weights
         watched = is_tracing() or is_watched() or is_armed() or use_kernels.mode == "eager"
         why = refuse_optimizer(inner, hooked=has_step_hooks(inner), watched=watched)
         rules = [why or rule_of(type(inner), group) for group in inner.param_groups]
@@ -72,7 +72,7 @@ class FusedCompressedStep:
                     self._reasons.tell(param, found)
         taken = {task.param for task in tasks}
         rest = [param for param in stepped if param not in taken]
-        general = CompressedStep(states, inner, Weights(rest, masters, groups, fresh, taken))
+        general = CompressedStep(states, inner, Weights(rest, masters, groups, fresh, taken, weights.matrices))
         own = [inner.param_groups[groups[task.param]] for task in tasks]
         drawn = states.storage.rounding == "stochastic"
         rows = [
