@@ -29,7 +29,7 @@ from qtensor.optim.masters import LastWrites, copy_many, refill
 from qtensor.optim.replicas import Replicas
 from qtensor.optim.step_agreement import StepOutcome, Trained, agree, groups_that_meet, tell
 from qtensor.scales.high_precision import HighPrecisionWeight
-from qtensor.states.kinds import takes_matrices
+from qtensor.states.kinds import MATRICES
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class MasterStep(torch.optim.Optimizer):
         with without_torch_function():
             # a frozen parameter may still have a gradient, which is ignored
             stepped = [param for param in self._masters if param.grad is not None and param.requires_grad]
-        matrices = self._take_matrices(inner, stepped, replicas) if takes_matrices(type(inner)) else None
+        matrices = self._take_matrices(inner, stepped, replicas) if type(inner) in MATRICES else None
         if self._states is not None:
             self._taken = self._take_compressed(self._states, inner, stepped, matrices)
             self._taken.begin()

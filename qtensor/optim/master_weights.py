@@ -39,7 +39,7 @@ from qtensor.optim.master_step import MasterStep
 from qtensor.optim.masters import LastWrites, check_trainable, master_of
 from qtensor.optim.replicas import Replicas
 from qtensor.optim.step_agreement import TRAINED
-from qtensor.states.kinds import takes_matrices
+from qtensor.states.kinds import MATRICES
 
 if TYPE_CHECKING:
     from qtensor.optim.compressed.states import CompressedStates
@@ -280,7 +280,7 @@ class MasterWeightOptimizer(MasterStep):
         tensors = [(name, param) for name, param in named if isinstance(param, Tensor)]
         with self._tell_errors(tensors):
             check_trainable(kind, [param for _, param in tensors])
-            if takes_matrices(kind):
+            if kind in MATRICES:
                 from qtensor.optim.matrices.pieces import check_matrices
 
                 check_matrices(tensors)
@@ -319,7 +319,7 @@ class MasterWeightOptimizer(MasterStep):
         """Do `check_arithmetic` for groups of Muon that is not torch's alone; ranks come to the same by the options."""
         assert self._inner is not None
         split = self._states is not None or any(isinstance(param, DTensor) for param in self._masters)
-        if split and takes_matrices(type(self._inner)):
+        if split and type(self._inner) in MATRICES:
             from qtensor.optim.matrices.arithmetic import check_arithmetic
 
             for group in groups:

@@ -41,13 +41,8 @@ APART = frozenset(
 
 # those of them that treat each element on its own: a shard of a weight steps as a plain tensor
 ELEMENTWISE = APART - {torch.optim.Adafactor, torch.optim.Muon}
-# those that take matrices as a whole, and the way in which sharded ones step (optim/matrices) is known
+# those that take matrices as a whole, for which optim/matrices knows how shards step; a subclass may do more
 MATRICES = frozenset({torch.optim.Muon})
-
-
-def takes_matrices(kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether an optimizer takes matrices as a whole, and no subclass does more."""
-    return kind in MATRICES
 
 
 def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:

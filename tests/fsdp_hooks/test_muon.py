@@ -157,7 +157,7 @@ def equals_one_process(case: tuple[str | None, str, dict[str, Any]], how: str = 
     reference = built(name, storage)
     its = optimizer_of(reference, **options)
     model = sharded(built(name, storage), how)
-    optimizer = optimizer_of(model, **options)
+    optimizer = optimizer_of(model, check_replicas=how == "hsdp", **options)
     for step in range(STEPS):
         train(reference, its, range(step, step + 1))
         train(model, optimizer, range(step, step + 1))

@@ -105,7 +105,7 @@ def fails(case: tuple[str, dict[str, Any]]) -> None:
 
     module = matrix_step
     if where == "advance" and options:
-        from qtensor.optim.compressed import step as module  # type: ignore[no-redef]
+        from qtensor.optim.compressed import muon as module  # type: ignore[no-redef]
     told = ""
     try:
         if dist.get_rank() != BROKEN:

@@ -10,6 +10,7 @@ expected.py  states shown in the form of a checkpoint that is to be loaded
 stacks.py    many small weights that step as one, with the bytes of each by itself
 states.py    what is kept, of one optimizer
 step.py      a step: chunks of weights are expanded, stepped by the inner optimizer, compressed and written
+muon.py      a step of Muon, whose matrices other ranks may hold pieces of
 host.py      states in host memory, of which a step has copies on the device
 streaming.py in which order chunks are copied there, computed on and copied back
 

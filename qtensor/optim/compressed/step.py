@@ -33,7 +33,6 @@ from qtensor.optim.compressed.stacks import Stack, kind_of, stacks_of
 from qtensor.optim.compressed.states import COUNT, SEED, CompressedStates
 from qtensor.optim.compressed.storage import is_quantized
 from qtensor.optim.masters import gradient_of
-from qtensor.optim.matrices.arithmetic import MOMENTUM, advance, momentum_of, move, orthogonalized
 from qtensor.scales.agreement import claim_of, common_along
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.states.draws import Positions
@@ -42,6 +41,7 @@ from qtensor.tensor.contents import decode
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
+    from qtensor.optim.compressed.muon import MuonOfChunks
     from qtensor.optim.matrices.step import MatrixStep
 
 
@@ -105,17 +105,15 @@ class CompressedStep:
         own = {id(param) for param in quantized}
         self._first = [param for param in stepped if id(param) not in own]
         self._sharing = sharing
-        self._matrices = weights.matrices
-        # of sharded matrices, as pieces
-        self._orthogonal: dict[Tensor, Tensor] = {}
+        self._muon = None if weights.matrices is None else _muon_of(weights.matrices, inner, weights, self._grads)
         self._kept: list[_Guest] = []
         self.plain = {param for param in self._first if param in held}
         self.params = {*quantized, *self.plain}
 
     def begin(self) -> None:
         """Step what need not wait for other ranks, and find what is claimed."""
-        if self._matrices is not None:
-            self._orthogonalize(self._matrices)
+        if self._muon is not None:
+            self._orthogonalize(self._muon)
         with self._brought(self._chunks(self._step_stacks(self._first))) as brought:
             for chunk in brought:
                 guests = self._advance(chunk)
@@ -195,7 +193,7 @@ class CompressedStep:
     def _step_stacks(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Step and write small weights as one, and large ones in pieces; returns the others."""
         # a chunk of states in host memory is brought whole, and Muon does not treat rows apart
-        if self._states.storage.on_host or self._matrices is not None:
+        if self._states.storage.on_host or self._muon is not None:
             return list(params)
         kinds: dict[Tensor, Hashable | None] = {}
         for param in params:
@@ -265,41 +263,25 @@ class CompressedStep:
                 expanded = {name: _copy_of_number(value) for name, value in expanded.items()}
             guests.append(_Guest(param, master, expanded, before))
         stepping = [guest for guest in guests if self._steps(guest.param)]
-        grads = [self._grads[guest.param].to(torch.float32) for guest in stepping]
-        if self._matrices is not None:
-            for guest, grad in zip(stepping, grads, strict=True):
-                self._step_matrix(guest, grad)
+        if self._muon is not None:
+            for guest in stepping:
+                guest.state = self._muon.step(guest.param, guest.master, guest.state)
             return guests
+        grads = [self._grads[guest.param].to(torch.float32) for guest in stepping]
         with _as_groups(self._inner, stepping, grads, self._groups):
             self._inner.step()
         return guests
 
-    def _orthogonalize(self, matrices: "MatrixStep") -> None:
-        """Find the orthogonal matrices of sharded weights, by steps that leave no trace; a collective."""
+    def _orthogonalize(self, muon: "MuonOfChunks") -> None:
+        """Find the orthogonal matrices of sharded weights; a collective."""
 
-        def advance_all() -> None:
-            with self._brought(self._chunks(matrices.params), write=False) as brought:
-                for chunk in brought:
-                    for param in chunk:
-                        state = expand(self._inner.state.get(self._masters[param]) or {}, param)
-                        momentum = momentum_of(state, local_of(param))
-                        momentum = momentum.clone() if momentum is state.get(MOMENTUM) else momentum
-                        grad = self._grads[param].to(torch.float32)
-                        self._orthogonal[param] = advance(momentum, grad, self._options(param))
+        def advance() -> None:
+            with self._brought(self._chunks(muon.matrices.params), write=False) as brought:
+                muon.advance(brought)
 
-        matrices.agree()
-        matrices.attempt(advance_all)
-        matrices.orthogonalize(self._orthogonal)
-
-    def _step_matrix(self, guest: _Guest, grad: Tensor) -> None:
-        """Step a weight by Muon: torch's, but for what other ranks have computed already."""
-        options, momentum = self._options(guest.param), momentum_of(guest.state, guest.master)
-        update, found = advance(momentum, grad, options), self._orthogonal.get(guest.param)
-        move(guest.master, orthogonalized(update, options) if found is None else found, guest.param.shape, options)
-        guest.state = {**guest.state, MOMENTUM: momentum}
-
-    def _options(self, param: Tensor) -> Mapping[str, Any]:
-        return self._inner.param_groups[self._groups[param]]
+        muon.matrices.agree()
+        muon.matrices.attempt(advance)
+        muon.orthogonalize()
 
     def _before(self, param: Tensor, master: Tensor) -> Tensor:
         """Return what a master is compared with to tell whether it moved: of a loaded one, what the weight holds."""
@@ -391,6 +373,14 @@ def _as_groups(
                 group["fused"] = asked
         for master in steps:
             inner.state.pop(master, None)
+
+
+def _muon_of(
+    matrices: "MatrixStep", inner: torch.optim.Optimizer, weights: Weights, grads: Mapping[Tensor, Tensor]
+) -> "MuonOfChunks":
+    from qtensor.optim.compressed.muon import MuonOfChunks
+
+    return MuonOfChunks(matrices, inner, weights.masters, weights.groups, grads)
 
 
 def _copy_of_number(value: Any) -> Any:

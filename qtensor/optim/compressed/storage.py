@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.torch_private import local_of
 from qtensor.formats.mxfp8 import BLOCK
 from qtensor.scales.high_precision import HighPrecisionWeight
-from qtensor.states.kinds import ELEMENTWISE, MATRICES, is_elementwise, takes_matrices
+from qtensor.states.kinds import ELEMENTWISE, MATRICES, is_elementwise
 from qtensor.states.remainders import refuse_recipe
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
@@ -84,7 +84,7 @@ def check_storage(storage: Storage, kind: type[torch.optim.Optimizer], named: It
     asked = f"masters={storage.masters!r}, moments={storage.moments!r}"
     if storage.on_host:
         asked += f", states={storage.states!r}"
-    if not is_elementwise(kind) and not takes_matrices(kind):
+    if not is_elementwise(kind) and kind not in MATRICES:
         known = ", ".join(sorted(one.__name__ for one in ELEMENTWISE | MATRICES))
         raise NotImplementedError(
             f"MasterWeightOptimizer({kind.__name__}, {asked}): states are expanded for some weights at a time, and "

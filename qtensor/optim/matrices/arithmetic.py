@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 MOMENTUM = "momentum_buffer"
-OF_MATRIX = ("ns_coefficients", "eps", "ns_steps")  # options of the orthogonalization
+OF_PIECES = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False, "adjust_lr_fn": "original"}
 
 
 def advance(momentum: Tensor, grad: Tensor, options: Mapping[str, Any]) -> Tensor:
@@ -28,12 +28,6 @@ def advance(momentum: Tensor, grad: Tensor, options: Mapping[str, Any]) -> Tenso
     momentum.lerp_(grad, 1 - mu)
     update = grad.lerp(momentum, mu) if options["nesterov"] else momentum
     return update.to(torch.bfloat16)
-
-
-def momentum_of(state: Mapping[str, Any], like: Tensor) -> Tensor:
-    """Return the momentum in a state, or zeros of a piece's shape and device, fp32, as torch's Muon begins."""
-    found = state.get(MOMENTUM)
-    return torch.zeros(like.shape, dtype=torch.float32, device=like.device) if found is None else found
 
 
 def orthogonalized(update: Tensor, options: Mapping[str, Any]) -> Tensor:
@@ -46,15 +40,7 @@ def orthogonalized(update: Tensor, options: Mapping[str, Any]) -> Tensor:
     grad = update.T if tall else update
     target = torch.full_like(grad, -0.0)  # -0.0 - x is -x for zeros of either sign, too
     target.grad = grad
-    optimizer = torch.optim.Muon(
-        [target],
-        lr=1.0,
-        weight_decay=0.0,
-        momentum=0.0,
-        nesterov=False,
-        adjust_lr_fn="original",
-        **{name: options[name] for name in OF_MATRIX},
-    )
+    optimizer = torch.optim.Muon([target], **(_own(options) | OF_PIECES))
     optimizer.state[target][MOMENTUM] = grad
     optimizer.step()
     target.grad = None
@@ -71,6 +57,17 @@ def move(master: Tensor, orthogonal: Tensor, shape: tuple[int, ...], options: Ma
     master.add_(orthogonal, alpha=-(lr * _adjustment(shape, options["adjust_lr_fn"])))
 
 
+@functools.cache
+def _names() -> frozenset[str]:
+    """Return the names of the options of this torch's Muon."""
+    return frozenset(torch.optim.Muon([torch.zeros(1, 1, dtype=torch.float32, device="cpu")]).defaults)
+
+
+def _own(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that torch's Muon knows, without what schedulers and others keep there."""
+    return {name: options[name] for name in sorted(_names()) if name in options}
+
+
 def _adjustment(shape: tuple[int, ...], how: str | None) -> float:
     rows, columns = shape
     if how == "match_rms_adamw":
@@ -84,12 +81,11 @@ def check_arithmetic(options: Mapping[str, Any]) -> None:
     Raises:
         NotImplementedError: they do not; another torch computes otherwise.
     """
-    lr = options["lr"]
-    names = ("weight_decay", "momentum", "nesterov", "adjust_lr_fn", *OF_MATRIX)
-    own = tuple((name, tuple(one) if isinstance(one := options[name], list) else one) for name in names)
-    if not _same_bytes((("lr", float(lr) if isinstance(lr, Tensor) else lr), *own)):
+    own = _own(options)
+    own["lr"] = float(own["lr"])
+    if not _same_bytes(tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in own.items())):
         raise NotImplementedError(
-            f"MasterWeightOptimizer(Muon): torch {torch.__version__} computes a step with {dict(own)} otherwise than "
+            f"MasterWeightOptimizer(Muon): torch {torch.__version__} computes a step with {own} otherwise than "
             "it is split here between shards, so sharded weights would get other bytes than one process gives them; "
             "use a version of torch that docs/compatibility.md lists, or another optimizer"
         )

@@ -33,7 +33,7 @@ def gather(bucket: Bucket, own: Sequence[Tensor], groups: Sequence[dist.ProcessG
             continue
         whole = wholes[number] = torch.empty(matrix.shape, dtype=WIRE, device=own[0].device)
         for source, piece in enumerate(matrix.pieces):
-            piece.of(whole).copy_(held.pop(Parcel(number, source)).view(piece.rows, piece.columns))
+            piece.of(whole).copy_(held.pop(Parcel(number, source)).reshape(piece.rows, piece.columns))
     return wholes
 
 

@@ -211,7 +211,8 @@ def _agree(
         return {}
     device = local_of(matrices[0][0]).device if matrices else torch.device("cpu")
     # maxima: of having one, and of having none
-    flags = torch.tensor([(0.0, 0.0), *((float(has), float(not has)) for *_, has in matrices)], dtype=torch.float32)
+    own = [(0.0, 0.0), *((float(has), float(not has)) for *_, has in matrices)]
+    flags = torch.tensor(own, dtype=torch.float32, device="cpu")
     labels: list[Label] = [MEETING, *((f"matrix {label}",) for _, label, _, _ in matrices)]
     groups = [list(meeting), *(grid.groups for _, _, grid, _ in matrices)]
     reduced, _ = max_over_groups(WHAT, labels, list(flags.to(device).unbind()), groups)
