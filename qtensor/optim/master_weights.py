@@ -73,18 +73,20 @@ class MasterWeightOptimizer(MasterStep):
         rounding: of both, "stochastic", by counters of `param_groups[..]["states_seed"]`, the step and the place of
             each element in the whole weight, or "nearest", which loses what is less than half a unit, in every step.
         states: "device", or "host": masters and moments are in host memory between steps (pinned, where weights are on
-            a device), and a step streams them through the device, for torch's optimizers that step each element alone.
+            a device), and a step streams them through the device, for torch's optimizers that step each element alone
+            and Muon.
             Weights and gradients stay where they are, and all bytes are the same (see docs/memory.md).
         **optimizer_kwargs: passed to `optimizer_cls`.
 
     Raises:
         ValueError: a parameter is on the meta device; one shares its scale (`share_scales`) with another that is frozen
-            or not among the parameters; or its recipe, dtype or cut does not go with `masters` or `moments`; or
-            `fused_step=True` with states="host".
+            or not among the parameters; or its recipe, dtype or cut does not go with `masters` or `moments`; or it is
+            no matrix, for Muon; or `fused_step=True` with states="host".
         RuntimeError: on all ranks of a group, if they do not list the same parameters.
         NotImplementedError: the optimizer is torch.optim.Adafactor and a parameter is sharded, which torch cannot step
-            without masters either; or `masters`, `moments` or states="host" are asked of one that does not step each
-            element alone.
+            without masters either; or `masters`, `moments` or states="host" are asked of one that neither steps each
+            element alone nor is torch.optim.Muon; or Muon's step cannot be split between shards as they are placed, or
+            as this torch computes it.
 
     Example:
         ```python

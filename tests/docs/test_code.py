@@ -204,8 +204,12 @@ def guide(path: Path) -> None:
     names = namespace(build_model=Model, load_or_init=fill, device="cpu", path=path)
     better = torch.full((2 * small_models.WIDTH, small_models.WIDTH), 0.5, dtype=torch.bfloat16)
     names |= {"better": better, "shard": shard, "fill": fill, "train": train}
+    names["loss_of"] = lambda model: model(small_models.batch()).float().square().mean()
     names = page("guide.md").run(names, dots=("shard(model); fill(model)", "train(model, optimizer)"))
     assert isinstance(names["model"], FSDPModule)
+    held = {name: {"momentum_buffer", "exp_avg"} & state.keys() for name, state in names["states"]["state"].items()}
+    assert held == {name: {"momentum_buffer" if "_proj" in name else "exp_avg"} for name in held}
+    assert len(held) == 6
     assert (path / "step-1000" / ".metadata").exists()
     assert (path / "step-2000" / ".metadata").exists()
 
