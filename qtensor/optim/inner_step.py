@@ -13,16 +13,58 @@ it), the inner optimizer must not find that gradient: it is put aside until the 
 
 import itertools
 import operator
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_hooks.scale_sync import cuts_of
 from fsdp_hooks.torch_private import dtensor_like, local_of, locals_of, without_torch_function
-from qtensor.optim.masters import copy_many
-from qtensor.states.kinds import APART, CHUNK, CHUNK_ELSEWHERE
+from qtensor.optim.masters import check_trainable, copy_many
+from qtensor.states.kinds import APART, CHUNK, CHUNK_ELSEWHERE, MATRICES, takes_shards_apart
+
+
+def check_inner(kind: type[torch.optim.Optimizer], named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise if an optimizer of this kind cannot step masters of these parameters; warn if it may step them wrongly.
+
+    Raises:
+        ValueError: as `check_trainable`; or Muon is to step what is no matrix.
+        NotImplementedError: as `check_trainable`; or Muon is to step shards that are placed in an unknown way.
+    """
+    params = [param for _, param in named]
+    check_trainable(kind, params)
+    if kind in MATRICES:
+        from qtensor.optim.matrices.pieces import check_matrices
+
+        check_matrices(named)
+    if any(cuts_of(params)) and takes_shards_apart(kind):
+        warnings.warn(
+            f"MasterWeightOptimizer({kind.__name__}): parameters are sharded, and code of {kind.__name__} takes shards "
+            "by themselves (to_local): if it mixes elements of a matrix, it mixes those of a shard, another update on "
+            "each number of ranks. Have the class say elementwise = True if it steps each element by itself, or "
+            "elementwise = False if it knows what it does with shards",
+            stacklevel=4,
+        )
+
+
+def check_split(inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], *, expanded: bool) -> None:
+    """Do `check_arithmetic` for groups of Muon, unless torch's own steps all of it; ranks have the same options.
+
+    Args:
+        inner: the optimizer of the masters.
+        groups: of its groups, those to check.
+        expanded: whether it steps on states that are expanded for it.
+    """
+    if type(inner) not in MATRICES:
+        return
+    if expanded or any(isinstance(master, DTensor) for group in groups for master in group["params"]):
+        from qtensor.optim.matrices.arithmetic import check_arithmetic
+
+        for group in groups:
+            check_arithmetic(group)
 
 
 class Room:

@@ -30,16 +30,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp_hooks.ranks.scale_partners import check_complete
 from fsdp_hooks.scale_sync import agree_on_scales, cuts_of, label_of, meeting_of, partners_of, tell_sharing
 from qtensor.optim import master_states
+from qtensor.optim.inner_step import check_inner, check_split
 from qtensor.optim.master_step import MasterStep
-from qtensor.optim.masters import LastWrites, check_trainable, master_of
+from qtensor.optim.masters import LastWrites, master_of
 from qtensor.optim.replicas import Replicas
 from qtensor.optim.step_agreement import TRAINED
-from qtensor.states.kinds import MATRICES
 
 if TYPE_CHECKING:
     from qtensor.optim.compressed.states import CompressedStates
@@ -73,9 +72,8 @@ class MasterWeightOptimizer(MasterStep):
         rounding: of both, "stochastic", by counters of `param_groups[..]["states_seed"]`, the step and the place of
             each element in the whole weight, or "nearest", which loses what is less than half a unit, in every step.
         states: "device", or "host": masters and moments are in host memory between steps (pinned, where weights are on
-            a device), and a step streams them through the device, for torch's optimizers that step each element alone
-            and Muon.
-            Weights and gradients stay where they are, and all bytes are the same (see docs/memory.md).
+            a device), and a step streams them through the device, for Muon and torch's optimizers that step each
+            element alone. Weights and gradients stay where they are, and all bytes are the same (see docs/memory.md).
         **optimizer_kwargs: passed to `optimizer_cls`.
 
     Raises:
@@ -127,7 +125,7 @@ class MasterWeightOptimizer(MasterStep):
         self.defaults = self._inner.defaults
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(master_states.options_of(inner))
-        self._check_split(self._inner.param_groups)
+        check_split(self._inner, self._inner.param_groups, expanded=self._states is not None)
         self._bring_home()
         self._publish_state(())
 
@@ -175,7 +173,7 @@ class MasterWeightOptimizer(MasterStep):
             self._sync(len(self.param_groups) - 1)
             self._inner.add_param_group(self._master_group(len(self.param_groups) - 1))
             group.update(master_states.options_of(self._inner.param_groups[-1]))
-            self._check_split(self._inner.param_groups[-1:])
+            check_split(self._inner, self._inner.param_groups[-1:], expanded=self._states is not None)
             self._bring_home()
             return
         super().add_param_group(param_group)
@@ -278,14 +276,10 @@ class MasterWeightOptimizer(MasterStep):
             self._publish_state([*self.state])
 
     def _check_trainable(self, kind: type[torch.optim.Optimizer], named: Iterable[tuple[str, Any]]) -> None:
-        """Do `check_trainable`; an error on this rank alone reaches those that go on to `_sync`."""
+        """Do `check_inner` and others; an error on this rank alone reaches those that go on to `_sync`."""
         tensors = [(name, param) for name, param in named if isinstance(param, Tensor)]
         with self._tell_errors(tensors):
-            check_trainable(kind, [param for _, param in tensors])
-            if kind in MATRICES:
-                from qtensor.optim.matrices.pieces import check_matrices
-
-                check_matrices(tensors)
+            check_inner(kind, tensors)
             partners = [partners_of(param) for _, param in tensors if param.requires_grad]
             check_complete("MasterWeightOptimizer", partners, TRAINED)
             if self._states is not None:
@@ -316,16 +310,6 @@ class MasterWeightOptimizer(MasterStep):
         self._start_anew(group["params"])
         options = master_states.options_of(group)
         return {**options, "params": [self._masters[param] for param in group["params"]]}
-
-    def _check_split(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Do `check_arithmetic` for groups of Muon that is not torch's alone; ranks come to the same by the options."""
-        assert self._inner is not None
-        split = self._states is not None or any(isinstance(param, DTensor) for param in self._masters)
-        if split and type(self._inner) in MATRICES:
-            from qtensor.optim.matrices.arithmetic import check_arithmetic
-
-            for group in groups:
-                check_arithmetic(group)
 
     def _sync(self, first: int) -> None:
         """Make the scales of the groups from this number on agreed."""

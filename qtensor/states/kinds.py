@@ -1,5 +1,9 @@
 """Which optimizers step how, and what their states are called: tables, for whoever steps, shows or saves them."""
 
+import inspect
+import types
+from typing import Any
+
 import torch
 
 MASTER = "master_weight"
@@ -52,3 +56,32 @@ def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
     """
     says = vars(kind).get("elementwise") is True and not issubclass(kind, tuple(MATRICES))
     return kind in ELEMENTWISE or says
+
+
+def takes_shards_apart(kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether code of an optimizer takes the local tensors of DTensors, and its class does not say what it does.
+
+    It says so by `elementwise`, True or False. Code that computes on DTensors computes on whole tensors; this need not.
+    Only what its methods call by name in Python is looked at.
+    """
+    if isinstance(vars(kind).get("elementwise"), bool):
+        return False
+    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
+    due: list[Any] = [value for base in own for value in vars(base).values()]
+    seen = set()
+    while due:
+        function = inspect.unwrap(due.pop())
+        if not inspect.isfunction(function) or function in seen or function.__module__.startswith("torch."):
+            continue
+        seen.add(function)
+        names = _names_in(function.__code__)
+        if not names.isdisjoint({"to_local", "_local_tensor"}):
+            return True
+        due += [function.__globals__[name] for name in names if name in function.__globals__]
+    return False
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the names of globals and attributes in a function's code, and in functions inside of it."""
+    inner = [_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    return set(code.co_names).union(*inner)

@@ -7,6 +7,9 @@ the promise that they are is one of torch's own Muon (test_muon.py) and of optim
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,3 +66,53 @@ def test_a_step_takes_whole_matrices(world_size: int) -> None:
         assert apart(found, whole) < 2**-4
     if world_size > 1:
         assert apart(moved(shards=world_size), whole) > 4 * 2**-4
+
+
+def orthogonal_step(param: Tensor, grad: Any) -> None:
+    piece = grad.to_local()
+    param.to_local().sub_(torch.linalg.qr(piece.float()).Q.view(piece.shape))
+
+
+class OfShards(torch.optim.SGD):
+    """Mixes elements of each shard by itself, in a function of its module."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                orthogonal_step(param, param.grad)
+
+
+class OfShardsAndSaysSo(OfShards):
+    elementwise = False
+
+
+class Scaled(torch.optim.SGD):
+    """Elementwise, and says so."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.to_local().sub_(param.grad.to_local())
+
+
+def warned() -> list[int]:
+    model = nn.Sequential(nn.Linear(COLUMNS, ROWS, bias=False)).bfloat16()
+    fully_shard(model)
+    found = []
+    for kind in (OfShards, OfShardsAndSaysSo, Scaled, OfALibrary, torch.optim.SGD):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            MasterWeightOptimizer(kind, model.parameters(), lr=1.0)
+        found.append(len(told))
+        assert not told or "code of OfShards takes shards by themselves (to_local)" in str(told[0].message)
+    return found
+
+
+def test_a_class_whose_code_takes_shards_by_themselves_is_asked_what_it_does() -> None:
+    assert run_ranks(2, warned) == [[1, 0, 0, 0, 0]] * 2
+    # there are no shards of which it could mix elements
+    assert run_ranks(1, warned) == [[0, 0, 0, 0, 0]]
