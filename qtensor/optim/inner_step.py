@@ -51,7 +51,7 @@ def check_inner(kind: type[torch.optim.Optimizer], named: Sequence[tuple[str, Te
 
 
 def check_split(inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], *, expanded: bool) -> None:
-    """Do `check_arithmetic` for groups of Muon, unless torch's own steps all of it; ranks have the same options.
+    """Do `check_arithmetic` for groups of Muon, unless torch's own steps all of it.
 
     Args:
         inner: the optimizer of the masters.

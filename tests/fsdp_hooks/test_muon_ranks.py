@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from unittest.mock import patch
 
@@ -214,6 +215,13 @@ def test_a_torch_that_computes_otherwise_is_refused(monkeypatch: pytest.MonkeyPa
     try:
         with pytest.raises(NotImplementedError, match=r"torch 2.* computes a step with .* otherwise than"):
             MasterWeightOptimizer(torch.optim.Muon, [nn.Parameter(torch.zeros(4, 32))], moments="float8")
+        arithmetic._same_bytes.cache_clear()
+        monkeypatch.undo()
+        later = MasterWeightOptimizer(torch.optim.Muon, [nn.Parameter(torch.zeros(4, 32))], moments="float8")
+        later.param_groups[0] |= {"nesterov": False, "initial_lr": 1.0}
+        monkeypatch.setattr(arithmetic, "_adjustment", lambda shape, _: 1.0 + shape[0] / shape[1])
+        with pytest.raises(NotImplementedError, match=r"'nesterov': False.* otherwise than"):
+            later.step()
         # one process with states in fp32 is torch's own
         optimizer = MasterWeightOptimizer(torch.optim.Muon, [nn.Parameter(torch.zeros(4, 32))])
     finally:
@@ -228,3 +236,16 @@ class _SaysSo(torch.optim.Muon):
 def test_a_class_of_muon_that_says_it_is_elementwise_is_not_believed() -> None:
     with pytest.raises(NotImplementedError, match=r"_SaysSo.* is not known to step each element"):
         MasterWeightOptimizer(_SaysSo, [nn.Parameter(torch.zeros(4, 32))], moments="float8")
+
+
+@pytest.mark.parametrize("how", [None, "original", "match_rms_adamw", "spectral_unclamped"])
+def test_steps_that_are_split_are_torchs_with_each_adjustment_that_it_has(how: str | None) -> None:
+    param = nn.Parameter(torch.zeros(4, 32))
+    try:
+        torch.optim.Muon([param], adjust_lr_fn=how)
+    except ValueError as error:
+        assert how == "spectral_unclamped"  # it came with torch 2.14
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            MasterWeightOptimizer(torch.optim.Muon, [param], adjust_lr_fn=how, moments="float8")
+        return
+    MasterWeightOptimizer(torch.optim.Muon, [param], adjust_lr_fn=how, moments="float8")

@@ -6,8 +6,8 @@
     move              of a piece     master   <- master * (1 - lr * weight decay) - lr * adjustment([N, K]) * orthogonal
 
 The lines of pieces are written after the algorithm in torch's documentation of Muon. Nobody promises that a later torch
-keeps their roundings, or that it takes its update to bf16 first, so `check_arithmetic` compares both on small matrices
-whenever an optimizer is built.
+keeps their roundings, or that it takes its update to bf16 first, so `check_arithmetic` compares both on small matrices,
+once for each choice of options.
 """
 
 import functools
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 MOMENTUM = "momentum_buffer"
+MOVED = {"lr": 0.5, "weight_decay": 0.1, "momentum": 0.9}
 OF_PIECES = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False, "adjust_lr_fn": "original"}
 
 
@@ -72,6 +73,8 @@ def _adjustment(shape: tuple[int, ...], how: str | None) -> float:
     rows, columns = shape
     if how == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
+    if how == "spectral_unclamped":  # from torch 2.14 on
+        return math.sqrt(rows / columns)
     return math.sqrt(max(1, rows / columns))
 
 
@@ -82,8 +85,9 @@ def check_arithmetic(options: Mapping[str, Any]) -> None:
         NotImplementedError: they do not; another torch computes otherwise.
     """
     own = _own(options)
-    own["lr"] = float(own["lr"])
-    if not _same_bytes(tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in own.items())):
+    # kept by all but numbers that schedulers move, which no choice hangs on
+    key = [(name, tuple(one) if isinstance(one, list) else one) for name, one in own.items() if name not in MOVED]
+    if not _same_bytes(tuple(key)):
         raise NotImplementedError(
             f"MasterWeightOptimizer(Muon): torch {torch.__version__} computes a step with {own} otherwise than "
             "it is split here between shards, so sharded weights would get other bytes than one process gives them; "
@@ -95,7 +99,7 @@ def check_arithmetic(options: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def _same_bytes(options: tuple[tuple[str, Any], ...]) -> bool:
     """Compare two steps on small matrices, wide and tall."""
-    known = dict(options)
+    known = dict(options) | MOVED
     for shape in ((5, 9), (9, 5)):
         numbers = torch.arange(1, 46, dtype=torch.float32, device="cpu").view(shape)
         master, momentum = numbers.sin(), torch.zeros(shape, dtype=torch.float32, device="cpu")

@@ -22,7 +22,7 @@ from fsdp_hooks.scale_sync import MEETING, max_over_groups
 from fsdp_hooks.torch_private import dtensor_around, local_of
 from fsdp_hooks.versions import count_writes
 from qtensor.optim.masters import bytes_of, gradient_of
-from qtensor.optim.matrices.arithmetic import MOMENTUM, advance, move, orthogonalized
+from qtensor.optim.matrices.arithmetic import MOMENTUM, advance, check_arithmetic, move, orthogonalized
 from qtensor.optim.matrices.exchange import WIRE, gather, scatter
 from qtensor.optim.matrices.pieces import Cut, Grid, cut_of, grid_of, is_here, pieces_of
 from qtensor.optim.matrices.plan import Bucket, Matrix, plan
@@ -75,6 +75,8 @@ class MatrixStep:
         Raises:
             RuntimeError: on all ranks of a group, if they do not list the same parameters or one of them failed before.
         """
+        for group in self._inner.param_groups:
+            check_arithmetic(group)  # as its options are by now
         labels, meeting = self._optimized.labels, self._optimized.meeting
         sharded: list[DTensor] = [param for param in labels if isinstance(param, DTensor) and is_here(param)]
         sharded.sort(key=lambda param: labels[param])  # equal ones stay as they are listed, on all ranks alike
