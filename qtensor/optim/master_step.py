@@ -27,7 +27,7 @@ from qtensor.optim.batches import write_each
 from qtensor.optim.inner_step import step_masters
 from qtensor.optim.masters import LastWrites, copy_many, refill
 from qtensor.optim.replicas import Replicas
-from qtensor.optim.step_agreement import StepOutcome, Trained, agree, groups_that_meet, tell
+from qtensor.optim.step_agreement import StepOutcome, Trained, agree, meeting_about, tell
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.states.kinds import MATRICES
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -164,8 +164,8 @@ class MasterStep(torch.optim.Optimizer):
         """Return the step of those whose matrices are sharded."""
         from qtensor.optim.matrices.step import MatrixStep, Optimized
 
-        meeting = groups_that_meet(self._labels, replicas)
-        return MatrixStep(Optimized(inner, self._labels, self._group, meeting), stepped)
+        meeting = meeting_about(self._labels, replicas)
+        return MatrixStep(Optimized(inner, self._labels, self._group, *meeting), stepped)
 
     def _take_compressed(
         self,

@@ -148,9 +148,23 @@ def _terms(
     return terms
 
 
-def groups_that_meet(labels: Mapping[Tensor, str], replicas: Replicas | None) -> list[dist.ProcessGroup]:
-    """Return the groups in which ranks take part in each step, in the order in which `agree` and `tell` go there."""
-    return _meeting(labels, _layouts(labels, replicas), replicas)
+class Meeting(NamedTuple):
+    """Where ranks agree about parameters: in these groups, and in this order, `agree` and `tell` meet others.
+
+    Attributes:
+        groups: those in which a rank takes part in each step.
+        own: parameter -> those of them that agree about it.
+    """
+
+    groups: list[dist.ProcessGroup]
+    own: dict[Tensor, list[dist.ProcessGroup]]
+
+
+def meeting_about(labels: Mapping[Tensor, str], replicas: Replicas | None) -> Meeting:
+    """Return where ranks agree about the parameters of an optimizer."""
+    layouts = _layouts(labels, replicas)
+    own = {param: [group for _, group in cuts] for param, cuts in layouts.items()}
+    return Meeting(_meeting(labels, layouts, replicas), own)
 
 
 def _layouts(

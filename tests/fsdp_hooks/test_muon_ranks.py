@@ -93,9 +93,9 @@ def test_matrices_without_gradients_do_not_step() -> None:
     run_ranks(2, skips_what_has_none)
 
 
-def fails(case: tuple[str, dict[str, Any]]) -> None:
+def fails(case: tuple[str, dict[str, Any]], how: str) -> None:
     where, options = case
-    model, other = (sharded(built("mxfp8"), "fsdp") for _ in range(2))
+    model, other = (sharded(built("mxfp8"), how) for _ in range(2))
     optimizer = optimizer_of(model, **options)
     train(model, optimizer, range(1))
     before = everything(model, optimizer)
@@ -105,7 +105,8 @@ def fails(case: tuple[str, dict[str, Any]]) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     module = matrix_step
-    if where == "advance" and options:
+    small = "moments" in options
+    if where == "advance" and small:
         from qtensor.optim.compressed import muon as module  # type: ignore[no-redef]
     told = ""
     try:
@@ -125,7 +126,7 @@ def fails(case: tuple[str, dict[str, Any]]) -> None:
     assert all(text.startswith("RanksDifferError: MasterWeightOptimizer.step: rank 1 failed") for text in others), every
     now = everything(model, optimizer)
     # masters in fp32 may have moved; where states are compressed, all of them wait for the agreement
-    kept = before if options else {name: one for name, one in before.items() if "||" in name}
+    kept = before if small else {name: one for name, one in before.items() if "||" in name}
     assert_same({name: now[name] for name in kept}, kept, f"{case}: nothing quantized is written")
     # and ranks are in step: a model that begins anew trains on
     train(other, optimizer_of(other, **options), range(2))
@@ -133,7 +134,13 @@ def fails(case: tuple[str, dict[str, Any]]) -> None:
 
 def test_a_rank_that_fails_tells_the_others_wherever_it_does() -> None:
     cases = [(where, options) for where in ("before", "advance", "orthogonalized") for options in (PLAIN, SMALL)]
-    run_ranks_each(3, cases, fails)
+    run_ranks_each(3, cases, fails, "fsdp")
+
+
+def test_so_it_does_where_replicas_are_compared() -> None:
+    """All ranks take part in the agreement then, and not those of a shard group alone."""
+    cases = [(where, {"check_replicas": True}) for where in ("before", "orthogonalized")]
+    run_ranks_each(4, cases, fails, "hsdp")
 
 
 def lists_other_parameters() -> None:

@@ -43,12 +43,14 @@ class Optimized(NamedTuple):
         labels: parameter -> what ranks tell it apart by.
         groups: parameter -> the number of its group.
         meeting: the groups of ranks that take part in each step, in one order on all ranks.
+        own: parameter -> those of them that agree about it.
     """
 
     inner: torch.optim.Optimizer
     labels: Mapping[Tensor, str]
     groups: Mapping[Tensor, int]
     meeting: Sequence[dist.ProcessGroup]
+    own: Mapping[Tensor, Sequence[dist.ProcessGroup]]
 
 
 class MatrixStep:
@@ -77,12 +79,12 @@ class MatrixStep:
         """
         for group in self._inner.param_groups:
             check_arithmetic(group)  # as its options are by now
-        labels, meeting = self._optimized.labels, self._optimized.meeting
+        _, labels, _, meeting, own = self._optimized
         sharded: list[DTensor] = [param for param in labels if isinstance(param, DTensor) and is_here(param)]
         sharded.sort(key=lambda param: labels[param])  # equal ones stay as they are listed, on all ranks alike
         grids = {param: grid_of(param) for param in sharded}
         here = {id(param) for param in self._stepped}
-        stepping = _agree([(param, labels[param], grids[param], id(param) in here) for param in sharded], meeting)
+        stepping = _agree([(param, labels[param], own[param], id(param) in here) for param in sharded], meeting)
         if torn := [param for param, (some, all_) in stepping.items() if some and not all_]:
             self._failure = RuntimeError(
                 f"{WHAT}: {labels[torn[0]]} has a gradient on some ranks and none on others"
@@ -202,9 +204,9 @@ def _plan_of(cuts: tuple[Cut, ...], sizes: tuple[int, ...], here: tuple[int, ...
 
 
 def _agree(
-    matrices: Sequence[tuple[Tensor, str, Grid, bool]], meeting: Sequence[dist.ProcessGroup]
+    matrices: Sequence[tuple[Tensor, str, Sequence[dist.ProcessGroup], bool]], meeting: Sequence[dist.ProcessGroup]
 ) -> dict[Tensor, tuple[bool, bool]]:
-    """Return of each parameter whether some and whether all ranks of its grid have a gradient; a collective.
+    """Return of each parameter whether some and whether all ranks of its groups have a gradient; a collective.
 
     It takes place in the groups, and in the order, in which ranks agree on the step later: a rank that failed before it
     tells them so in either.
@@ -213,13 +215,13 @@ def _agree(
         return {}
     device = local_of(matrices[0][0]).device if matrices else torch.device("cpu")
     # maxima: of having one, and of having none
-    own = [(0.0, 0.0), *((float(has), float(not has)) for *_, has in matrices)]
-    flags = torch.tensor(own, dtype=torch.float32, device="cpu")
+    found = [(0.0, 0.0), *((float(has), float(not has)) for *_, has in matrices)]
+    flags = torch.tensor(found, dtype=torch.float32, device="cpu")
     labels: list[Label] = [MEETING, *((f"matrix {label}",) for _, label, _, _ in matrices)]
-    groups = [list(meeting), *(grid.groups for _, _, grid, _ in matrices)]
+    groups = [list(meeting), *(own for _, _, own, _ in matrices)]
     reduced, _ = max_over_groups(WHAT, labels, list(flags.to(device).unbind()), groups)
-    found = torch.stack(reduced[1:]).tolist() if matrices else []
-    return {one[0]: (bool(some), not lacking) for one, (some, lacking) in zip(matrices, found, strict=True)}
+    agreed = torch.stack(reduced[1:]).tolist() if matrices else []
+    return {one[0]: (bool(some), not lacking) for one, (some, lacking) in zip(matrices, agreed, strict=True)}
 
 
 def _nan(shard: Tensor) -> Tensor:
