@@ -11,6 +11,7 @@ each imports only what is listed before it, qtensor and fsdp_hooks:
     load/             the load planner: compare, read in place, convert
     convert/          a checkpoint on disk into another format
     hf/               Hugging Face directories: export and import
+    adopting/         quantized modules of other libraries, in memory, with their bytes
     gguf/             GGUF files: export
     digests/          one value for all weights: of a model, a checkpoint, a directory, received tensors
     delta/            exact deltas between two states of the same tensors; coding/: changes as few bytes
@@ -19,7 +20,8 @@ each imports only what is listed before it, qtensor and fsdp_hooks:
     cli/              the command line, `python -m dcp_adapters`
 
 Importing this package imports what saves and loads need. The other public names come with their first use; those of
-deltas and of streams have their homes in `dcp_adapters.delta` and `dcp_adapters.streams`.
+deltas, of streams and of other libraries' modules have their homes in `dcp_adapters.delta`, `dcp_adapters.streams` and
+`dcp_adapters.adopting`.
 
 Words: docs/glossary.md.
 """
@@ -39,6 +41,7 @@ from dcp_adapters.stored.read_manifest import read_manifest
 from dcp_adapters.stored.reading.reader import SafeFileSystemReader
 
 if TYPE_CHECKING:
+    from dcp_adapters.adopting import AdoptedWeight, AdoptionReport, adopt, release
     from dcp_adapters.delta import (
         Anchors,
         Delta,
@@ -76,6 +79,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AdoptedWeight",
+    "AdoptionReport",
     "Anchors",
     "AtomicFileSystemWriter",
     "BaseLink",
@@ -100,6 +105,7 @@ __all__ = [
     "WeightStream",
     "WeightStreamError",
     "WrittenDelta",
+    "adopt",
     "apply_deltas",
     "checkpoint_bases",
     "delta_from_bytes",
@@ -116,6 +122,7 @@ __all__ = [
     "open_delta",
     "patched_copy",
     "read_manifest",
+    "release",
     "removable",
     "remove_checkpoints",
     "remove_replaced",
@@ -127,6 +134,7 @@ __all__ = [
 
 # public name -> the package or module that it comes from
 _HOMES = {
+    **dict.fromkeys(("AdoptedWeight", "AdoptionReport", "adopt", "release"), "dcp_adapters.adopting"),
     "Anchors": "dcp_adapters.delta",
     "Delta": "dcp_adapters.delta",
     "HeldVersion": "dcp_adapters.delta",

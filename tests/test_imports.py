@@ -64,6 +64,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
         *("stored.part_values", "stored.verifying", "stored", "save.staging"),
         *("save.write_items", "save.steps", "save", "load", "convert"),
         *("hf.files", "hf.layouts", "hf.models", "hf.reading", "hf.checking", "hf.sources", "hf.exporting", "hf"),
+        *("adopting.outcome", "adopting.source", "adopting.sources", "adopting"),
         *("gguf", "digests", "delta.patches", "delta", "streams", "cli", "cli.deltas", "cli.report", "."),
     ),
     "layerwise": (
@@ -108,6 +109,8 @@ PUBLIC: dict[str, list[str]] = {
         "use_kernels",
     ],
     "dcp_adapters": [
+        "AdoptedWeight",
+        "AdoptionReport",
         "Anchors",
         "AtomicFileSystemWriter",
         "BaseLink",
@@ -132,6 +135,7 @@ PUBLIC: dict[str, list[str]] = {
         "WeightStream",
         "WeightStreamError",
         "WrittenDelta",
+        "adopt",
         "apply_deltas",
         "checkpoint_bases",
         "delta_from_bytes",
@@ -148,6 +152,7 @@ PUBLIC: dict[str, list[str]] = {
         "open_delta",
         "patched_copy",
         "read_manifest",
+        "release",
         "removable",
         "remove_checkpoints",
         "remove_replaced",
@@ -190,6 +195,7 @@ PUBLIC: dict[str, list[str]] = {
 
 # public names of dcp_adapters -> the package that is their home
 HOMES: dict[str, list[str]] = {
+    "dcp_adapters.adopting": ["AdoptedWeight", "AdoptionReport", "adopt", "release"],
     "dcp_adapters.delta": [
         "Anchors",
         "Delta",

@@ -1,0 +1,113 @@
+"""Which modules of a model are another library's, and what of them cannot be adopted whatever the bytes are."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from dcp_adapters.adopting.source import Source, mark_of
+from dcp_adapters.adopting.sources import SOURCES
+from fsdp_hooks.wrappers import plain_modules
+from qtensor.model.model_init import uses_linear
+from qtensor.spec.selection import check_lists, matches, unmatched
+
+OFFLOADED = "_hf_hook"  # where accelerate keeps what moves a module's tensors around each forward
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A module that a source knows.
+
+    Attributes:
+        fqn: of the module, in the plain model.
+        module: it.
+        source: who knows it.
+        kind: the class that it is known by, without its module's name.
+    """
+
+    fqn: str
+    module: nn.Module
+    source: Source
+    kind: str
+
+    def param(self, name: str) -> str:
+        """Return the fqn of one of its parameters."""
+        return f"{self.fqn}.{name}".lstrip(".")
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """The same for two modules whose tensors are tied."""
+        return tuple(map(id, self.source.tensors(self.module)))
+
+    def __str__(self) -> str:
+        """Name the module, the library and the class."""
+        return f"{self.fqn or 'the model itself'} ({self.source.library} {self.kind})"
+
+
+def candidates_of(
+    model: nn.Module, include: Iterable[str] | None, exclude: Iterable[str] | None, *, caller: str = "adopt"
+) -> list[Candidate]:
+    """Return the modules to adopt, in model order.
+
+    Raises:
+        ValueError: the model has none, or an include pattern matches none.
+        TypeError: a string instead of a list of patterns.
+    """
+    check_lists(caller, include=include or (), exclude=exclude or ())
+    found = dict(_known(model))
+    if not found:
+        libraries = ", ".join(dict.fromkeys(source.library for source in SOURCES))
+        raise ValueError(
+            f"{caller}: the model has no quantized modules of {libraries}; to quantize dense weights call "
+            "qtensor.quantize_"
+        )
+    wanted = ("*",) if include is None else tuple(include)
+    for pattern in unmatched(wanted, found):
+        raise ValueError(f"{caller}: include pattern {pattern!r} matches none of the quantized modules")
+    left = tuple(exclude or ())
+    for pattern in unmatched(left, found):
+        warnings.warn(f"{caller}: exclude pattern {pattern!r} matches none of the quantized modules", stacklevel=4)
+    return [one for fqn, one in found.items() if matches(fqn, wanted) and not matches(fqn, left)]
+
+
+def _known(model: nn.Module) -> Iterator[tuple[str, Candidate]]:
+    for fqn, module in plain_modules(model):
+        for source in SOURCES:
+            mark = mark_of(module, source)
+            if mark is not None:
+                yield fqn, Candidate(fqn, module, source, mark.rpartition(".")[2])
+                break
+
+
+def why_not(model: nn.Module, chosen: Iterable[Candidate]) -> Mapping[str, str]:
+    """Return fqn -> why a module cannot be changed: where its tensors are, or who else has them."""
+    chosen = list(chosen)
+    ours = {id(one.module) for one in chosen}
+    holders: dict[int, str] = {}
+    for fqn, module in plain_modules(model):
+        if id(module) not in ours:
+            holders |= {id(tensor): fqn for tensor in (*module._parameters.values(), *module._buffers.values())}
+    problems = {one.fqn: _problem(one, one.source.tensors(one.module), holders) for one in chosen}
+    return {fqn: problem for fqn, problem in problems.items() if problem is not None}
+
+
+def _problem(one: Candidate, tensors: list[Tensor], holders: Mapping[int, str]) -> str | None:
+    if isinstance(one.module, FSDPModule) or any(isinstance(tensor, DTensor) for tensor in tensors):
+        return "it is sharded already; adopt before fully_shard and parallelize_module"
+    if any(tensor.is_meta for tensor in tensors):
+        return "its tensors are on the meta device, or offloaded; load them into memory first"
+    if OFFLOADED in vars(one.module):
+        return (
+            "accelerate moves its tensors around each forward; load the model without offloading (device_map=None), or "
+            "call accelerate.hooks.remove_hook_from_submodules"
+        )
+    if one.source.becomes is None and not uses_linear(one.module):
+        return (
+            f"a {type(one.module).__name__} holds it, and quantized weights here belong to nn.Linear; give it a dense "
+            "weight"
+        )
+    tied = next((holders[id(tensor)] for tensor in tensors if id(tensor) in holders), None)
+    return None if tied is None else f"its tensors are tied to {tied}, which is not adopted; adopt both or neither"

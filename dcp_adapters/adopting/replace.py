@@ -1,0 +1,23 @@
+"""How a module gets its new weight: it stays the same object, so parents, hooks and ties of its bias stay as they are."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from dcp_adapters.adopting.source import Source
+
+
+def replace_weights(module: nn.Module, source: Source, params: Mapping[str, nn.Parameter]) -> None:
+    """Give a module its parameters, and take away what belonged to the library."""
+    # First: classes of libraries have setters of their own. fully_shard sets a module's class likewise.
+    if source.becomes is not None:
+        module.__class__ = source.becomes
+    for name in source.drops:
+        if name in vars(module) or any(name in held for held in (module._parameters, module._buffers, module._modules)):
+            delattr(module, name)
+    # A linear's weight comes before its bias, in state dicts and for optimizers.
+    others = {} if all(name in module._parameters for name in params) else dict(module._parameters)
+    for name in others:
+        delattr(module, name)
+    for name, param in {**params, **{name: value for name, value in others.items() if name not in params}}.items():
+        module.register_parameter(name, param)
