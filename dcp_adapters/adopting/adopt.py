@@ -1,8 +1,10 @@
 """`adopt`: the quantized modules of other libraries become ours, in place.
 
-candidates (candidates.py)  ->  what each becomes, or why not (sources/)  ->  requantized, where asked for
-any refused  ->  one error for all of them, and nothing is changed
-none         ->  every module is changed (replace.py)
+    candidates (candidates.py)  ->  what each becomes, or why not (sources/)  ->  requantized, where asked for
+    any refused  ->  one error for all of them, and nothing is changed
+    none         ->  every module is changed (replace.py)
+
+All of a model is decided first, so an error loses nothing.
 """
 
 import logging

@@ -75,8 +75,8 @@ def release(
             problems.append(f"{fqn}: {error}")
     if problems:
         raise ValueError(
-            f"release: {len(problems)} weights cannot go back to {library}, and nothing has been changed; leave them out by "
-            f"exclude=:{in_lines(problems)}"
+            f"release: {len(problems)} weights cannot go back to {library}, and nothing has been changed; leave them "
+            f"out by exclude=:{in_lines(problems)}"
         )
     for module in chosen.values():
         module.register_parameter("weight", made[id(module._parameters["weight"])])

@@ -1,4 +1,4 @@
-"""How a module gets its new weight: it stays the same object, so parents, hooks and ties of its bias stay as they are."""
+"""How a module gets its new weight: it stays the same object, so parents, hooks and a tied bias stay."""
 
 from collections.abc import Mapping
 

@@ -60,7 +60,7 @@ def marks(module: nn.Module) -> Iterator[type]:
 
 
 def mark_of(module: nn.Module, source: Source) -> str | None:
-    """Return the class by which a module is one of the source's: the one that the source names, or one of its package."""
+    """Return the class by which a module is one of the source's: one it names, or one of a package it names."""
     names = [qualified(kind) for kind in marks(module)]
     packages = tuple(name for name in source.classes if name.endswith("."))
     return next((name for name in names if name in source.classes or (packages and name.startswith(packages))), None)

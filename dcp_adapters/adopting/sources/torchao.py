@@ -1,10 +1,10 @@
 """torchao: the tensors that `torchao.quantization.quantize_` puts into nn.Linear; torchao_tensors.py: the way back.
 
-    Float8Tensor                 qdata [N, K], scale fp32 [N, 1] | [1, 1] | blocks        value = qdata * scale
-    MXTensor                     qdata [N, K] or packed, scale E8M0                       value = qdata * 2^(scale - 127)
-    NVFP4Tensor                  qdata packed, scale E4M3, per_tensor_scale fp32 or None  value = qdata * (scale * it)
-    IntxUnpackedToInt8Tensor     qdata int8 [N, K], scale, zero_point [N, K / group]      value = (qdata - zero_point) * scale
-    Int4Tensor                   qdata packed, scale, zero_point [K / group, N]           value = qdata * scale + zero_point
+    Float8Tensor              qdata [N, K], scale fp32 [N, 1] | [1, 1] | blocks     qdata * scale
+    MXTensor                  qdata [N, K] or packed, scale E8M0                    qdata * 2^(scale - 127)
+    NVFP4Tensor               qdata packed, scale E4M3, per_tensor_scale or None    qdata * (scale * per_tensor_scale)
+    IntxUnpackedToInt8Tensor  qdata int8 [N, K], scale, zero_point [N, K / group]   (qdata - zero_point) * scale
+    Int4Tensor                qdata packed, scale, zero_point [K / group, N]        qdata * scale + zero_point
 
 Packed: two codes a byte, the low one first, as ours. Scales of blocks may be swizzled for tensor cores; here they never
 are. MX inputs are quantized by our formulas, bit for bit, where the scaling mode is FLOOR or RCEIL; those of Float8 and
@@ -85,11 +85,12 @@ def _mx(weight: Any) -> Outcome:
             nearest=MXFP8BlockScaling(),
             note=note,
         )
-    recipe = (
-        MXFP4BlockScaling(**options) if packed else MXFP8BlockScaling(element=ELEMENT_OF[weight.elem_dtype], **options)
-    )
-    payload = weight.qdata.view(torch.uint8) if packed else weight.qdata
-    return _taken({"payload": payload, "scale": _scale(weight, 32).view(torch.uint8)}, recipe, weight, note)
+    scale = _scale(weight, 32).view(torch.uint8)
+    if packed:
+        parts = {"payload": weight.qdata.view(torch.uint8), "scale": scale}
+        return _taken(parts, MXFP4BlockScaling(**options), weight, note)
+    recipe = MXFP8BlockScaling(element=ELEMENT_OF[weight.elem_dtype], **options)
+    return _taken({"payload": weight.qdata, "scale": scale}, recipe, weight, note)
 
 
 def _nvfp4(weight: Any) -> Outcome:
@@ -142,7 +143,8 @@ def _int4(weight: Any) -> Outcome:
     def values() -> Tensor:
         codes = torch.stack((payload & 0xF, payload >> 4), dim=-1).flatten(-2).float() - 8
         groups = codes.unflatten(-1, (-1, group))
-        return (groups * scale.float()[..., None] + zero.float()[..., None]).flatten(-2).to(weight.dtype)
+        whole: Tensor = (groups * scale.float()[..., None] + zero.float()[..., None]).flatten(-2)
+        return whole.to(weight.dtype)
 
     def refused(reason: str) -> Refused:
         return Refused(reason=reason, values=values, nearest=groups_of(weight.shape[1], group), note=note)
