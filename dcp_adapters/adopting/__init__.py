@@ -5,7 +5,7 @@
     outcome.py   what a source says of one weight: taken, or refused and why
     report.py    what became of each weight
     source.py    what a source is; sources/: one file a library
-    replace.py   how a module gets its new weight
+    replace.py   how a module gets its new weight; forget.py: what a library says of the whole model
 
 A library is never imported to adopt from it: its classes are known by their names (`type(x).__mro__`).
 """

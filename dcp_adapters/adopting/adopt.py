@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dcp_adapters.adopting.candidates import Candidate, candidates_of, why_not
+from dcp_adapters.adopting.candidates import Candidate, candidates_of, dense_dtype, known, why_no_linear, why_not
+from dcp_adapters.adopting.forget import forget_libraries
 from dcp_adapters.adopting.outcome import Outcome, Refused, Taken
 from dcp_adapters.adopting.replace import replace_weights
 from dcp_adapters.adopting.report import AdoptedWeight, AdoptionReport
@@ -72,16 +73,20 @@ def adopt(
     if not chosen:
         raise ValueError("adopt: every quantized module is left out by exclude; there is nothing to adopt")
     with torch.no_grad():
-        decisions = _decide(chosen, why_not(model, chosen), requantize)
+        dtype = dense_dtype(model, chosen)
+        decisions = [one for one in _decide(chosen, why_not(model, chosen), requantize) if one.outcomes or one.refusals]
         if refused := [line for one in decisions for line in one.refusals]:
             raise ValueError(
                 f"adopt: {len(refused)} weights cannot be adopted, and nothing has been changed; leave them out by "
                 f"exclude=, or pass requantize= where it is offered:{in_lines(refused)}"
             )
         entries = tuple(entry for one in decisions for entry in one.entries())
-    made: dict[int, nn.Parameter] = {}  # id of a quantized tensor -> its parameter, the same for tied weights
-    for one in decisions:
-        replace_weights(one.candidate.module, one.candidate.source, one.params(made))
+        made: dict[int, nn.Parameter] = {}  # id of what was taken -> its parameter, the same for tied weights
+        params = [one.params(made, dtype) for one in decisions]
+    for one, own in zip(decisions, params, strict=True):
+        replace_weights(one.candidate.module, one.candidate.source, own)
+    if not any(one.source.take(one.module) for one in known(model)):
+        forget_libraries(model)
     watch_loads(model.modules())
     LOG.info("adopt: %d weights, %d of them exactly", len(entries), sum(entry.exact for entry in entries))
     return AdoptionReport(entries)
@@ -116,26 +121,28 @@ class _Decision:
             for name, taken in self.taken().items()
         ]
 
-    def params(self, made: dict[int, nn.Parameter]) -> dict[str, nn.Parameter]:
-        wants = any(tensor.requires_grad for tensor in self.candidate.source.tensors(self.candidate.module))
-        return {
-            name: made.setdefault(id(taken.weight), nn.Parameter(taken.weight, requires_grad=wants))
-            for name, taken in self.taken().items()
-        }
+    def params(self, made: dict[int, nn.Parameter], dtype: torch.dtype) -> dict[str, nn.Parameter]:
+        wants = self.candidate.source.tensors(self.candidate.module)[0].requires_grad
+        for taken in self.taken().values():
+            weight = taken.weight
+            if not taken.dtype_known and weight.dtype != dtype:
+                weight = QuantizedTensor.from_parts(weight.parts(), weight.recipe, dtype)
+            made.setdefault(id(taken), nn.Parameter(weight, requires_grad=wants))
+        return {name: made[id(taken)] for name, taken in self.taken().items()}
 
 
 def _decide(chosen: Sequence[Candidate], problems: Mapping[str, str], recipe: Recipe | None) -> list[_Decision]:
     """Return what becomes of each module; tied ones become the same."""
-    known: dict[tuple[int, ...], _Decision] = {}
+    seen: dict[tuple[int, ...], _Decision] = {}
     decisions = []
     measured = MEASURED
     for one in chosen:
         if one.fqn in problems:
             decisions.append(_Decision(one, {}, {}, [f"{one}: {problems[one.fqn]}"]))
             continue
-        tied = known.get(one.key)
+        tied = seen.get(one.key)
         if tied is None:
-            tied = known[one.key] = _decide_one(one, recipe, measure=measured > 0)
+            tied = seen[one.key] = _decide_one(one, recipe, measure=measured > 0)
             measured -= len(tied.refusals)
         decisions.append(_Decision(one, tied.outcomes, tied.errors, tied.refusals))
     return decisions
@@ -147,7 +154,10 @@ def _decide_one(one: Candidate, recipe: Recipe | None, *, measure: bool) -> _Dec
     refusals: list[str] = []
     for name, outcome in one.source.take(one.module).items():
         outcomes[name] = outcome
-        if isinstance(outcome, Taken):
+        unfit = why_no_linear(one)
+        if unfit is not None and (isinstance(outcome, Taken) or outcome.values is not None):
+            refusals.append(f"{one}: {unfit}")
+        elif isinstance(outcome, Taken):
             if not outcome.exact and outcome.values is not None:
                 errors[name] = error_between(outcome.values(), outcome.weight)
         elif recipe is None or outcome.values is None:

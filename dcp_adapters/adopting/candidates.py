@@ -1,9 +1,11 @@
 """Which modules of a model are another library's, and what of them cannot be adopted whatever the bytes are."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -12,6 +14,7 @@ from dcp_adapters.adopting.source import Source, mark_of
 from dcp_adapters.adopting.sources import SOURCES
 from fsdp_hooks.wrappers import plain_modules
 from qtensor.model.model_init import uses_linear
+from qtensor.spec.registry import APPEARANCE_DTYPES
 from qtensor.spec.selection import check_lists, matches, unmatched
 
 OFFLOADED = "_hf_hook"  # where accelerate keeps what moves a module's tensors around each forward
@@ -57,7 +60,7 @@ def candidates_of(
         TypeError: a string instead of a list of patterns.
     """
     check_lists(caller, include=include or (), exclude=exclude or ())
-    found = dict(_known(model))
+    found = {one.fqn: one for one in known(model)}
     if not found:
         libraries = ", ".join(dict.fromkeys(source.library for source in SOURCES))
         raise ValueError(
@@ -73,13 +76,24 @@ def candidates_of(
     return [one for fqn, one in found.items() if matches(fqn, wanted) and not matches(fqn, left)]
 
 
-def _known(model: nn.Module) -> Iterator[tuple[str, Candidate]]:
+def known(model: nn.Module) -> Iterator[Candidate]:
+    """Yield all modules that a source knows, in model order."""
     for fqn, module in plain_modules(model):
         for source in SOURCES:
             mark = mark_of(module, source)
             if mark is not None:
-                yield fqn, Candidate(fqn, module, source, mark.rpartition(".")[2])
+                yield Candidate(fqn, module, source, mark.rpartition(".")[2])
                 break
+
+
+def dense_dtype(model: nn.Module, chosen: Iterable[Candidate]) -> torch.dtype:
+    """Return the dtype of most of the model's dense parameters; bfloat16 if it has none."""
+    quantized = {id(tensor) for one in chosen for tensor in one.source.tensors(one.module)}
+    sizes: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        if id(param) not in quantized and param.dtype in APPEARANCE_DTYPES and type(param) is nn.Parameter:
+            sizes[param.dtype] += param.numel()
+    return sizes.most_common(1)[0][0] if sizes else torch.bfloat16
 
 
 def why_not(model: nn.Module, chosen: Iterable[Candidate]) -> Mapping[str, str]:
@@ -95,6 +109,8 @@ def why_not(model: nn.Module, chosen: Iterable[Candidate]) -> Mapping[str, str]:
 
 
 def _problem(one: Candidate, tensors: list[Tensor], holders: Mapping[int, str]) -> str | None:
+    if type(one.module._parameters).__module__.startswith("compressed_tensors.offload"):
+        return "compressed-tensors offloads its tensors; call compressed_tensors.offload.remove_dispatch first"
     if isinstance(one.module, FSDPModule) or any(isinstance(tensor, DTensor) for tensor in tensors):
         return "it is sharded already; adopt before fully_shard and parallelize_module"
     if any(tensor.is_meta for tensor in tensors):
@@ -104,10 +120,12 @@ def _problem(one: Candidate, tensors: list[Tensor], holders: Mapping[int, str]) 
             "accelerate moves its tensors around each forward; load the model without offloading (device_map=None), or "
             "call accelerate.hooks.remove_hook_from_submodules"
         )
-    if one.source.becomes is None and not uses_linear(one.module):
-        return (
-            f"a {type(one.module).__name__} holds it, and quantized weights here belong to nn.Linear; give it a dense "
-            "weight"
-        )
     tied = next((holders[id(tensor)] for tensor in tensors if id(tensor) in holders), None)
     return None if tied is None else f"its tensors are tied to {tied}, which is not adopted; adopt both or neither"
+
+
+def why_no_linear(one: Candidate) -> str | None:
+    """Return why a module cannot hold a quantized weight; None if it can."""
+    if uses_linear(one.module) if one.source.becomes is None else isinstance(one.module, nn.Linear):
+        return None
+    return f"its module is of the class {type(one.module).__name__}, and quantized weights here belong to nn.Linear"

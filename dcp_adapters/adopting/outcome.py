@@ -18,12 +18,15 @@ class Taken:
         values: the library's own values [.., N, K], fp32, by its formula; asked for only where `exact` is False.
         exact: whether ours decodes to the library's values, bit for bit in fp32.
         note: what a user should know: what the library did besides, which ours does not.
+        dtype_known: whether the library says in which dtype the weight appears; if not, it gets that of the model's
+            dense parameters.
     """
 
     weight: QuantizedTensor
     values: Callable[[], Tensor] | None = None
     exact: bool = True
     note: str = ""
+    dtype_known: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,13 +11,15 @@ def replace_weights(module: nn.Module, source: Source, params: Mapping[str, nn.P
     """Give a module its parameters, and take away what belonged to the library."""
     # First: classes of libraries have setters of their own. fully_shard sets a module's class likewise.
     if source.becomes is not None:
-        module.__class__ = source.becomes
+        module.__class__ = source.becomes(module)
+    # A library may have put a dict of its own here, which looks at what is assigned.
+    vars(module)["_parameters"] = dict(module._parameters)
     for name in source.drops:
         if name in vars(module) or any(name in held for held in (module._parameters, module._buffers, module._modules)):
             delattr(module, name)
     # A linear's weight comes before its bias, in state dicts and for optimizers.
-    others = {} if all(name in module._parameters for name in params) else dict(module._parameters)
-    for name in others:
+    others = {name: value for name, value in module._parameters.items() if name not in params}
+    for name in tuple(module._parameters):
         delattr(module, name)
-    for name, param in {**params, **{name: value for name, value in others.items() if name not in params}}.items():
+    for name, param in {**params, **others}.items():
         module.register_parameter(name, param)

@@ -25,10 +25,11 @@ class Source:
         classes: qualified names of classes that mark a module: its own, that of a tensor it has, or of an attribute.
             One that ends with a dot means all classes of that package: those that no other source names come here,
             and should be refused.
-        take: module -> the parameters that it gets, by name, or why not.
+        take: module -> the parameters that it gets, by name, or why not; none of them: nothing in it is quantized, and
+            it stays as it is.
         drops: names of parameters, buffers, submodules and attributes of the module that go with the weight; those it
             does not have are passed over.
-        becomes: the class that the module gets; None: it keeps its own.
+        becomes: module -> the class that it gets; None: it keeps its own.
         give: a weight of ours -> the library's tensor for an nn.Linear; raises ValueError if there is none. None:
             `release` cannot go back to this library.
     """
@@ -37,7 +38,7 @@ class Source:
     classes: frozenset[str]
     take: Callable[[nn.Module], Mapping[str, Outcome]]
     drops: tuple[str, ...] = ()
-    becomes: type[nn.Module] | None = None
+    becomes: Callable[[nn.Module], type[nn.Module]] | None = None
     give: Callable[[QuantizedTensor], Tensor] | None = None
 
     def tensors(self, module: nn.Module) -> list[Tensor]:

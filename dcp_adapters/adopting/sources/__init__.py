@@ -2,6 +2,9 @@
 
 torchao.py   tensors of `torchao.quantization.quantize_`: Float8, MXFP8, MXFP4, NVFP4, INT4
 torchao_tensors.py   the way back to these
+compressed_tensors.py   modules with a `quantization_scheme`
+hugging_face.py   transformers' FP8 linears; what of it stays
+modelopt.py   linears after `mtq.compress`
 packing.py   what several of them share
 
 A new one is a file with a `Source`, and an entry in SOURCES. The first that knows a module takes it, so a source that
@@ -9,8 +12,16 @@ means a whole package, and refuses, comes behind all others.
 """
 
 from dcp_adapters.adopting.source import Source
-from dcp_adapters.adopting.sources import torchao
+from dcp_adapters.adopting.sources import compressed_tensors, hugging_face, modelopt, torchao
 
-SOURCES: tuple[Source, ...] = (torchao.TENSORS, torchao.OTHERS)
+SOURCES: tuple[Source, ...] = (
+    torchao.TENSORS,
+    hugging_face.OTHERS,  # some of its classes are made of FP8Linear
+    hugging_face.LINEARS,
+    compressed_tensors.MODULES,
+    modelopt.LINEARS,
+    modelopt.OTHERS,
+    torchao.OTHERS,
+)
 
-__all__ = ["SOURCES", "torchao"]
+__all__ = ["SOURCES", "compressed_tensors", "hugging_face", "modelopt", "torchao"]

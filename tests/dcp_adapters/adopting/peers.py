@@ -1,0 +1,228 @@
+"""Models of other libraries, adopted and released where these are: run as a script, for they warn and patch on import.
+
+    python -m tests.dcp_adapters.adopting.peers OUT
+
+OUT is a pickle of what the tests look at: {"adopted": {name: Record}, "refused": {case: (message, unchanged)}, ...}.
+Models in it are adopted ones, so whoever reads it needs none of the libraries.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcp_adapters import AdoptionReport, adopt, release
+from qtensor import Int4GroupScaling, QuantizedTensor
+from tests.dcp_adapters.adopting.models import FOREIGN, IN, compressed, inputs, linears
+from tests.dcp_adapters.adopting.refused import REFUSED, fp8_of_other_blocks, int4_tensors, zero_points
+
+
+@dataclass(frozen=True)
+class Record:
+    """What became of one model.
+
+    model: adopted. values, recipe: of `Foreign`. output: of its forward before; None if it needs a GPU. same: whether
+    biases, training modes and hooks are the objects that they were. pickled: the model's bytes. released: what
+    `release` says of torchao's, by name.
+    """
+
+    model: Any
+    report: AdoptionReport
+    values: dict[str, Tensor]
+    recipe: str
+    output: Tensor | None
+    same: bool
+    pickled: bytes
+    released: dict[str, Any] | None = None
+
+
+def record(name: str) -> Record:
+    foreign = FOREIGN[name]()
+    model: Any = foreign.model
+    output = _output(model)
+    kept = [(linear.bias, linear.training, linear._forward_hooks) for linear in linears(model).values()]
+    originals = {key: _bytes_of(linear._parameters.get("weight")) for key, linear in linears(model).items()}
+    report = adopt(model)
+    after = [(linear.bias, linear.training, linear._forward_hooks) for linear in linears(model).values()]
+    same = all(
+        one is other for left, right in zip(kept, after, strict=True) for one, other in zip(left, right, strict=True)
+    )
+    pickled = pickle.dumps(model)
+    released = _released(pickle.loads(pickled), originals, output) if name.startswith("torchao") else None
+    return Record(model, report, dict(foreign.values), foreign.recipe, output, same, pickled, released)
+
+
+def _output(model: Any) -> Tensor | None:
+    try:
+        return model(inputs()).detach()  # type: ignore[no-any-return]
+    except Exception:
+        return None
+
+
+def _bytes_of(weight: Any) -> dict[str, Any]:
+    """The tensors of one of torchao's."""
+    names = ("qdata", "scale", "per_tensor_scale", "zero_point")
+    held = {name: found for name in names if (found := getattr(weight, name, None)) is not None}
+    return {name: found.reshape(-1, *found.shape[-1:]).view(torch.uint8).clone() for name, found in held.items()}
+
+
+def _released(model: Any, originals: dict[str, dict[str, Any]], output: Tensor | None) -> dict[str, Any]:
+    before = {key: {k: v.clone() for k, v in linear.weight.parts().items()} for key, linear in linears(model).items()}
+    recipes = [linear.weight.recipe for linear in linears(model).values()]
+    try:
+        names = release(model, "torchao")
+    except ValueError as error:
+        untouched = all(isinstance(linear.weight, QuantizedTensor) for linear in linears(model).values())
+        return {"error": str(error), "untouched": untouched}
+    tensors = {key: _bytes_of(linear.weight) for key, linear in linears(model).items()}
+    again_output = _output(model)
+    adopt(model)
+    after = {key: linear.weight.parts() for key, linear in linears(model).items()}
+    return {
+        "names": names,
+        "tensors": tensors,
+        "originals": originals,
+        "output": again_output,
+        "before": output,
+        "parts": (before, after),
+        "recipes": (recipes, [linear.weight.recipe for linear in linears(model).values()]),
+    }
+
+
+def refusal(case: str) -> tuple[str, bool]:
+    """The error's message, and whether every module has what it had."""
+    model = REFUSED[case][0]()
+
+    def state() -> Any:
+        own = {key: (type(one), {k: id(v) for k, v in vars(one).items()}) for key, one in model.named_modules()}
+        params = {key: id(param) for key, param in model.named_parameters(remove_duplicate=False)}
+        return own, params, {key: id(buffer) for key, buffer in model.named_buffers()}
+
+    before = state()
+    try:
+        adopt(model)
+    except ValueError as error:
+        return str(error), state() == before
+    return "", False
+
+
+def inputs_of_torchao(name: str) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """The recipe of an adopted weight, and what torchao's linear makes of an input: its values and scales."""
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    model: Any = FOREIGN[name]().model
+    kwargs = model[0].weight.act_quant_kwargs
+    x = inputs() * torch.logspace(-6, 6, 7)[:, None].to(torch.bfloat16)
+    made = MXTensor.to_mx(x, kwargs.elem_dtype, kwargs.block_size, kwargs.scaling_mode)
+    recipe = adopt(model).weights[0].recipe
+    return recipe, x, made.dequantize(torch.float32), made.scale.view(torch.uint8)
+
+
+def int4_by_hand() -> tuple[Any, AdoptionReport, dict[str, Tensor]]:
+    model = int4_tensors(0.0)
+    values = {
+        key: (linear.codes.float().unflatten(-1, (-1, 32)) * linear.scales.t().float()[..., None]).flatten(-2)
+        for key, linear in linears(model).items()
+    }
+    return model, adopt(model), values
+
+
+def requantized() -> tuple[Any, AdoptionReport, dict[str, Tensor]]:
+    """One layer that no recipe holds, beside one that NVFP4 does."""
+    model, exact = zero_points(), FOREIGN["torchao NVFP4 two levels"]().model
+    model[0] = exact[0]
+    values = {key: linear.weight.dequantize() for key, linear in linears(model).items()}
+    return model, adopt(model, requantize=Int4GroupScaling(group=32)), values
+
+
+def division() -> Record:
+    """NVFP4 of compressed-tensors under a global scale whose reciprocal is rounded."""
+    foreign = compressed("NVFP4A16", "NVFP4BlockScaling", wide=16001.0)
+    model: Any = foreign.model
+    codes = {key: linear.weight_packed.clone() for key, linear in linears(model).items()}
+    return Record(model, adopt(model), dict(foreign.values), "", None, True, b"", codes)
+
+
+def tied() -> dict[str, Any]:
+    model: Any = FOREIGN["torchao NVFP4 two levels"]().model
+    model.again = nn.Linear(model[2].in_features, model[2].out_features, bias=False)
+    model.again.weight = model[2].weight
+    seen: list[str] = []
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model[0].eval()
+    model.again.weight.requires_grad_()
+    qdata = model[0].weight.qdata
+    report = adopt(model)
+    model[0](inputs())
+    return {
+        "names": [weight.name for weight in report.weights],
+        "tied": model.again.weight is model[2].weight,
+        "requires_grad": [model[0].weight.requires_grad, model[2].weight.requires_grad],
+        "training": [model[0].training, model[2].training],
+        "seen": seen,
+        "shared": model[0].weight.payload.data_ptr() == qdata.data_ptr(),
+    }
+
+
+def dtypes() -> list[torch.dtype]:
+    model: Any = FOREIGN["transformers FP8 blocks"]().model
+    model.norm = nn.LayerNorm(128).to(torch.float16)
+    model[0].bias = nn.Parameter(model[0].bias.detach().to(torch.float16))
+    adopt(model)
+    return [linear.weight.dtype for linear in linears(model).values()]
+
+
+def marks() -> list[bool]:
+    """Whether a model still says that it is quantized: first with one module left, then with none."""
+    model: Any = FOREIGN["transformers FP8 blocks"]().model
+    model.hf_quantizer = model.quantization_method = "fp8"
+    model.config = SimpleNamespace(quantization_config={}, hidden_size=IN)
+    said = []
+    for names in (["0"], ["2"]):
+        adopt(model, include=names)
+        said += [hasattr(model, "hf_quantizer"), "quantization_config" in vars(model.config)]
+    assert model.config.hidden_size == IN
+    return said
+
+
+def chosen() -> list[list[str]]:
+    model: Any = FOREIGN["torchao MXFP8"]().model
+    first = adopt(torch.compile(model), include=["*"], exclude=["2"])  # type: ignore[arg-type]
+    return [[weight.name for weight in report.weights] for report in (first, adopt(model))]
+
+
+def main(out: Path) -> None:
+    dynamic = ("torchao MXFP8", "torchao MXFP8 floor", "torchao MXFP4")
+    try:
+        adopt(fp8_of_other_blocks(), requantize=Int4GroupScaling(group=32), include=["1"])
+    except ValueError as error:
+        pattern = str(error)
+    found = {
+        "adopted": {name: record(name) for name in FOREIGN},
+        "refused": {case: refusal(case) for case in REFUSED},
+        "inputs": {name: inputs_of_torchao(name) for name in dynamic},
+        "int4": int4_by_hand(),
+        "requantized": requantized(),
+        "division": division(),
+        "tied": tied(),
+        "chosen": chosen(),
+        "dtypes": dtypes(),
+        "marks": marks(),
+        "pattern": pattern,
+    }
+    torch.save(found, out)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    # What is pickled is named by this module, and not by __main__.
+    importlib.import_module("tests.dcp_adapters.adopting.peers").main(Path(sys.argv[1]))

@@ -1,0 +1,177 @@
+"""Models that cannot be adopted, each with what the error says; imported where the libraries may be, see peers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.dcp_adapters.adopting.models import FOREIGN, IN, dense, inputs, linears, weights_of
+
+
+def intx(**options: Any) -> Any:
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+
+    model = dense()
+    quantize_(model, IntxWeightOnlyConfig(**options))
+    return model
+
+
+def groups(size: int, dtype: Any = None) -> Any:
+    from torchao.quantization import PerGroup
+
+    return intx(weight_dtype=dtype or torch.int4, granularity=PerGroup(size))
+
+
+def zero_points() -> Any:
+    from torchao.quantization import MappingType, PerGroup
+
+    return intx(weight_dtype=torch.int4, granularity=PerGroup(32), mapping_type=MappingType.ASYMMETRIC)
+
+
+def fp32_scales() -> Any:
+    from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
+
+    model = dense(dtype=torch.float32)
+    quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
+    return model
+
+
+def int4_tensors(zero: float, pre_scale: float | None = None) -> Any:
+    """Int4Tensors made by hand: `from_hp` needs mslk, which runs on GPUs."""
+    from torchao.quantization import Int4Tensor
+
+    model = dense()
+    for linear in linears(model).values():
+        rows, columns = linear.weight.shape
+        codes = torch.randint(-8, 8, (rows, columns), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+        qdata = (codes[:, 1::2] << 4) | (codes[:, ::2] & 0xF)
+        scale = torch.rand(columns // 32, rows, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+        made = Int4Tensor(
+            qdata,
+            scale,
+            torch.full_like(scale, zero),
+            [1, 32],
+            linear.weight.shape,
+            act_pre_scale=None if pre_scale is None else torch.full((columns,), pre_scale),
+        )
+        linear.weight = nn.Parameter(made, requires_grad=False)
+        linear.codes, linear.scales = codes, scale
+    return model
+
+
+def fp8_of_other_blocks() -> Any:
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    made: Any = FP8Linear(IN, 128, block_size=(64, 64))
+    made.weight.data = torch.randn(128, IN).to(torch.float8_e4m3fn)
+    made.weight_scale_inv.data = torch.rand(2, IN // 64)
+    return nn.Sequential(made)
+
+
+def gpt_oss() -> Any:
+    from transformers import GptOssConfig
+    from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+
+    config = GptOssConfig(hidden_size=64, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
+    return nn.Sequential(Mxfp4GptOssExperts(config))
+
+
+def frozen() -> Any:
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
+
+    model = dense()
+    scheme = weights_of(QuantizationScheme, num_bits=8, type="float", strategy="channel")
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}))
+    return model
+
+
+def int8_of_compressed_tensors() -> Any:
+    from compressed_tensors.compressors.base import compress_module
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
+
+    model = dense()
+    scheme = weights_of(QuantizationScheme, num_bits=8, type="int", strategy="channel")
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}))
+    for linear in linears(model).values():
+        compress_module(linear)
+    return model
+
+
+def written_over() -> Any:
+    """Decompressed, and then changed: codes under the kept scales do not give these values."""
+    model: Any = FOREIGN["compressed-tensors FP8 dense"]().model
+    model[0].weight.data.mul_(1.01)
+    return model
+
+
+def simulated() -> Any:
+    import modelopt.torch.quantization as mtq
+
+    model = dense()
+    return mtq.quantize(model, mtq.FP8_DEFAULT_CFG, lambda net: net(inputs()))
+
+
+def modelopt(config: str) -> Any:
+    import modelopt.torch.quantization as mtq
+
+    model = mtq.quantize(dense(), getattr(mtq, config), lambda net: net(inputs()))
+    mtq.compress(model)
+    return model
+
+
+def embedding() -> Any:
+    model = FOREIGN["torchao Float8 row"]().model
+    model.embedding = nn.Embedding(160, IN)
+    model.embedding.weight = nn.Parameter(model[0].weight.data, requires_grad=False)
+    return model
+
+
+def tied() -> Any:
+    model = FOREIGN["transformers FP8 blocks"]().model
+    model.holder = nn.Module()
+    model.holder.table = model[0].weight
+    return model
+
+
+def meta() -> Any:
+    model: Any = FOREIGN["transformers FP8 blocks"]().model
+    return model.to("meta")
+
+
+def offloaded() -> Any:
+    model: Any = FOREIGN["torchao Float8 row"]().model
+    model[0]._hf_hook = SimpleNamespace()
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "zero points": (zero_points, r"0 \(torchao IntxUnpackedToInt8Tensor\): zero points, which INT4 here does not have"),
+    "zero points of Int4Tensor": (lambda: int4_tensors(0.5), "zero points"),
+    "scaled inputs": (lambda: int4_tensors(0.0, 2.0), "inputs are multiplied by act_pre_scale"),
+    "scales of fp32": (fp32_scales, "scales in torch.float32 with more digits than bf16 holds"),
+    "groups of 16": (
+        lambda: groups(16),
+        "groups of 16, where INT4 here has 32, 64, 128",
+    ),
+    "5 bits": (lambda: groups(32, torch.int5), "torch.int5, where whole numbers"),
+    "other blocks of FP8": (fp8_of_other_blocks, r"scales of blocks of \(64, 64\)"),
+    "gpt-oss": (gpt_oss, r"0 \(transformers Mxfp4GptOssExperts\): its bytes are in the order in which a GPU's kernels"),
+    "frozen": (
+        frozen,
+        "its status is initialized: weights are dense, and quantized in each forward; call compress_module",
+    ),
+    "int8 of compressed-tensors": (int8_of_compressed_tensors, "weights of num_bits 8, type int, strategy channel"),
+    "written over": (written_over, "its dense weight is not what codes under its scales give"),
+    "simulated": (simulated, "its weight is dense, and quantized in each forward; call mtq.compress"),
+    "INT4 of ModelOpt": (lambda: modelopt("INT4_BLOCKWISE_WEIGHT_ONLY_CFG"), "values that are divided by their scales"),
+    "AWQ of ModelOpt": (lambda: modelopt("INT4_AWQ_CFG"), "its inputs are multiplied by a pre_quant_scale"),
+    "INT8 of ModelOpt": (lambda: modelopt("INT8_DEFAULT_CFG"), "a INT8QTensor"),
+    "an embedding": (embedding, r"embedding \(torchao Float8Tensor\): its module is of the class Embedding"),
+    "tied": (tied, "its tensors are tied to holder, which is not adopted"),
+    "meta": (meta, "its tensors are on the meta device, or offloaded"),
+    "offloaded": (offloaded, "accelerate moves its tensors around each forward"),
+}
