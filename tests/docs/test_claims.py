@@ -37,14 +37,14 @@ def test_the_number_of_recipes() -> None:
 
 
 def test_the_number_of_algorithms() -> None:
-    assert f"{NUMBERS[len(ALGORITHMS)]} algorithms, sharded" in page("coming_from.md").text
+    assert f"{NUMBERS[len(ALGORITHMS)]} algorithms, sharded" in page("coming_from/README.md").text
     (listed,) = re.findall(r"no token reaches: ([\w, ]+?), one layer gathered", words(page("guarantees.md").text))
     assert set(re.split(r", | and ", listed)) == set(ALGORITHMS)
 
 
 def test_which_formats_have_low_precision_backwards() -> None:
     assert backward_formats() == {"Float8CurrentScaling", "Float8DelayedScaling", "MXFP8BlockScaling"}
-    text = words(page("coming_from.md").text)
+    text = words(page("coming_from/README.md").text)
     assert "forward in all formats, backward in Float8 (not in blocks) and MXFP8" in text
     for recipe in RECIPES.values():
         recipe(activations="dynamic")
@@ -52,7 +52,8 @@ def test_which_formats_have_low_precision_backwards() -> None:
 
 def test_what_is_there_is_not_denied() -> None:
     """Each list of what is not here, and each row of a table that says so, next to what a user would look for."""
-    text = words(page("coming_from.md").text)
+    names = ("transformer_engine", "torchao", "modelopt")
+    text = " ".join(words(page(f"coming_from/{name}.md").text) for name in names)
     denied = re.findall(r"\* Not here: (.*?)\.(?= |$)", text) + re.findall(r"\| ([^|]*) \| not there \|", text)
     assert len(denied) == 4
     there = {

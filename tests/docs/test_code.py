@@ -40,7 +40,10 @@ from tests.ranks import run_ranks
 
 ELSEWHERE = {  # page: the test that runs it, in tests/
     "docs/calibration.md": "docs/test_calibration.py",
-    "docs/coming_from.md": "docs/test_coming_from.py",
+    **{
+        f"docs/coming_from/{name}.md": "docs/test_coming_from.py"
+        for name in ("compressed_tensors", "modelopt", "torchao", "transformer_engine")
+    },
     "docs/extending.md": "docs/test_extending.py",
     "docs/install.md": "packaging/test_docs_install.py",
     "docs/quickstart.md": "docs/test_quickstart.py",
@@ -50,7 +53,9 @@ NOT_RUN = {
     "docs/calibration.md": 1,
     "docs/calibration_parallel.md": 3,
     "docs/checkpoints.md": 1,
-    "docs/coming_from.md": 3,
+    "docs/coming_from/README.md": 1,
+    "docs/coming_from/transformer_engine.md": 3,
+    "docs/coming_from/transformers.md": 2,
     "docs/export.md": 2,
     "docs/rotations.md": 3,
     "docs/trainers.md": 1,

@@ -1,13 +1,15 @@
-"""docs/coming_from.md: our side of every pair runs, and the peers' where it can on a CPU, each library in a process.
+"""docs/coming_from/: our side of every pair runs, and the peers' where it can on a CPU, each library in a process.
 
-A block belongs to whom the bold line above it names. The blocks of one library in one section run in order in one
-namespace. Peers warn and change torch when they are imported, so they have a process of their own.
+A block belongs to whom the bold line above it names. The blocks of one library on one page run in order in one
+namespace. Peers warn and change torch when they are imported, so they have a process of their own; what brings a model
+over (BRING) runs there, too, before their side.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -18,26 +20,32 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qtensor import Float8Tensor, NVFP4Tensor, QuantizedTensor
-from tests.docs.pages import REPO, Block, namespace, page
+from dcp_adapters import export_hf
+from qtensor import Float8Tensor, MXFP4BlockScaling, NVFP4Tensor, QuantizedTensor, quantize_
+from tests.docs.pages import REPO, Block, Page, namespace, page
 from tests.docs.small_models import Model, batch, fill
 from tests.ranks import run_ranks
 
-PAGE = page("coming_from.md")
-SECTIONS = ("TransformerEngine", "torchao", "ModelOpt")
-MODULES = {"torchao": "torchao", "ModelOpt": "modelopt"}
+PAGES = {
+    "TransformerEngine": page("coming_from/transformer_engine.md"),
+    "torchao": page("coming_from/torchao.md"),
+    "ModelOpt": page("coming_from/modelopt.md"),
+}
+MODULES = {"torchao": "torchao", "ModelOpt": "modelopt", "compressed_tensors": "compressed_tensors"}
+BRING = "Bring a quantized model over"
 
 
-def owner(block: Block) -> tuple[str, str]:
-    """The section it stands in, and whose code it is."""
-    above = "\n".join(PAGE.text.splitlines()[: block.line])
-    sections = re.findall(r"^## (.+)$", above, re.M)
-    return sections[-1], re.findall(r"^\*\*(\w+)\*\*$", above, re.M)[-1]
+def owner(on: Page, block: Block) -> str:
+    """Whose code it is, or BRING."""
+    above = "\n".join(on.text.splitlines()[: block.line])
+    if re.findall(r"^## (.+)$", above, re.M)[-1] == BRING:
+        return BRING
+    return re.findall(r"^\*\*(\w+)\*\*$", above, re.M)[-1]  # type: ignore[no-any-return]
 
 
-def numbers(section: str, library: str) -> list[int]:
-    """Which of the page's blocks are those of a library in a section."""
-    return [number for number, block in enumerate(PAGE.python) if owner(block) == (section, library)]
+def numbers(on: Page, library: str) -> list[int]:
+    """Which of a page's blocks are those of a library."""
+    return [number for number, block in enumerate(on.python) if owner(on, block) == library]
 
 
 def given(path: Path) -> dict[str, Any]:
@@ -48,7 +56,7 @@ def given(path: Path) -> dict[str, Any]:
 
 
 def ours(section: str, path: Path) -> None:
-    names = PAGE.run(given(path), only=numbers(section, "qtensor"))
+    names = PAGES[section].run(given(path), only=numbers(PAGES[section], "qtensor"))
     weights = [getattr(p, "to_local", lambda p=p: p)() for p in names.get("again", names["model"]).parameters()]
     kinds = {type(weight) for weight in weights if isinstance(weight, QuantizedTensor)}
     if section == "torchao":
@@ -65,7 +73,7 @@ def ours(section: str, path: Path) -> None:
         assert len(names["optimizer"].state_dict()["state"]) == len(weights)
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", PAGES)
 def test_our_side_runs(section: str, shared_tmp_path: Path) -> None:
     run_ranks(1, ours, section, shared_tmp_path)
 
@@ -74,7 +82,17 @@ def theirs(library: str, path: Path) -> None:
     """In a process of its own."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
-    names = PAGE.run(given(path), only=numbers(library, library))
+    if library == "compressed_tensors":
+        _what_the_page_says_of_compressed_tensors(path)
+        dist.destroy_process_group()
+        return
+    on = PAGES[library]
+    brought = on.run(given(path), only=numbers(on, BRING))
+    assert brought["report"].exact
+    if library == "torchao":
+        assert torch.equal(brought["model"](brought["x"]), brought["before"])
+        assert brought["names"] == [weight.name for weight in brought["report"].weights]
+    names = on.run(given(path), only=numbers(on, library))
     if library == "torchao":
         _what_the_page_says_of_torchao(names)
     else:
@@ -91,6 +109,34 @@ def _what_the_page_says_of_torchao(names: dict[str, Any]) -> None:
         fully_shard(names["again"].layers[0])
 
 
+def _what_the_page_says_of_compressed_tensors(path: Path) -> None:
+    """A directory with the layout is loaded, adopted and run; its first forward would have decompressed it."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        architectures=["LlamaForCausalLM"],
+    )
+    ours = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    quantize_(ours, MXFP4BlockScaling(), exclude=["lm_head"])
+    export_hf(ours.state_dict(), path / "out", layout="compressed-tensors", config=ours.config, progress=False)
+    names = page("coming_from/compressed_tensors.md").run(namespace(directory=path / "out"))
+    model, ids = names["model"], torch.tensor([[1, 5, 9, 2]])
+    assert names["report"].exact
+    assert len(names["report"].weights) == 7
+    assert torch.equal(model(ids).logits, ours(ids).logits)
+    assert not hasattr(model, "hf_quantizer")
+    assert not hasattr(model.config, "quantization_config")
+    assert b"compressed_tensors" not in pickle.dumps(model.model.layers)
+    assert not model._forward_pre_hooks
+
+
 def _what_the_page_says_of_modelopt(names: dict[str, Any]) -> None:
     import modelopt.torch.quantization as mtq
 
@@ -100,7 +146,8 @@ def _what_the_page_says_of_modelopt(names: dict[str, Any]) -> None:
     assert weight_of(names["model"]).dtype == torch.bfloat16
     assert weight_of(names["again"]).dtype == torch.float8_e4m3fn
     assert names["out"].shape == names["x"].shape
-    known = PAGE.text[PAGE.text.index("| ModelOpt | here |") :]
+    text = PAGES["ModelOpt"].text
+    known = text[text.index("| ModelOpt | here |") :]
     for preset in re.findall(r"`(\w+_CFG)`", known):
         assert hasattr(mtq, preset), preset
     algorithm = mtq.config.MaxCalibConfig(**names["config"]["algorithm"])
@@ -123,9 +170,17 @@ def test_their_side_runs(library: str, tmp_path: Path) -> None:
 
 
 def test_every_block_has_an_owner_and_a_counterpart() -> None:
-    for section in SECTIONS:
-        owners = [owner(block)[1] for block in PAGE.blocks if owner(block)[0] == section]
+    for section, on in PAGES.items():
+        owners = [name for block in on.blocks if (name := owner(on, block)) != BRING]
         assert owners == [section, "qtensor"] * (len(owners) // 2), owners
         assert len(owners) >= 6
-    for block in PAGE.blocks:
-        assert bool(block.not_run) == (owner(block)[1] == "TransformerEngine")
+        for block in on.blocks:
+            assert bool(block.not_run) == (owner(on, block) == "TransformerEngine")
+
+
+def test_the_versions_on_the_page_are_those_that_are_tested() -> None:
+    listed = dict(re.findall(r"^\| \[([\w-]+)\]\(.+ \| ([\d.]+) \|$", page("coming_from/README.md").text, re.M))
+    assert set(listed) == {"torchao", "transformers", "compressed-tensors", "ModelOpt"}
+    pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (REPO / "constraints.txt").read_text(encoding="utf-8"), re.M))
+    for name, version in listed.items():
+        assert pinned[{"ModelOpt": "nvidia-modelopt"}.get(name, name)] == version

@@ -39,9 +39,10 @@ def adopt(
 ) -> AdoptionReport:
     """Make weights that other libraries quantized ours, in place and with their bytes; call it before fully_shard.
 
-    Modules of torchao, compressed-tensors, ModelOpt and transformers' FP8 and gpt-oss become plain modules whose
-    weights are quantized parameters. Biases, hooks, ties, `requires_grad` and the training mode stay; scales and
-    whatever else the library put into a module go. Nothing is changed before all weights have been looked at.
+    Modules of torchao, compressed-tensors, ModelOpt and transformers' FP8 become plain modules whose weights are
+    quantized parameters. Biases, hooks, ties, `requires_grad` and the training mode stay. Scales and whatever else the
+    library put into a module go, and with its last module what it put into the model (of transformers, `hf_quantizer`
+    and `config.quantization_config`). Nothing is changed before all weights have been looked at.
 
     What a library does with inputs becomes `activations="dynamic"` of the recipe where ours is the same, bit for bit;
     otherwise inputs stay as they are, and the report says so.
