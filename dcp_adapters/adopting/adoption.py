@@ -141,7 +141,7 @@ def _decide(chosen: Sequence[Candidate], problems: Mapping[str, str], recipe: Re
         if one.fqn in problems:
             decisions.append(_Decision(one, {}, {}, [f"{one}: {problems[one.fqn]}"]))
             continue
-        tied = seen.get(one.key)
+        tied = seen.get(one.key) if one.key else None
         if tied is None:
             tied = seen[one.key] = _decide_one(one, recipe, measure=measured > 0)
             measured -= len(tied.refusals)
@@ -155,8 +155,8 @@ def _decide_one(one: Candidate, recipe: Recipe | None, *, measure: bool) -> _Dec
     refusals: list[str] = []
     for name, outcome in one.source.take(one.module).items():
         outcomes[name] = outcome
-        unfit = why_no_linear(one)
-        if unfit is not None and (isinstance(outcome, Taken) or outcome.values is not None):
+        unfit = why_no_linear(one, outcome)
+        if unfit is not None:
             refusals.append(f"{one}: {unfit}")
         elif isinstance(outcome, Taken):
             if not outcome.exact and outcome.values is not None:

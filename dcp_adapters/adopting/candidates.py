@@ -4,13 +4,15 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.adopting.source import Source, mark_of
+from dcp_adapters.adopting.outcome import Outcome, Refused, Taken
+from dcp_adapters.adopting.source import Marks, Source
 from dcp_adapters.adopting.sources import SOURCES
 from fsdp_hooks.wrappers import plain_modules
 from qtensor.model.model_init import uses_linear
@@ -79,8 +81,9 @@ def candidates_of(
 def known(model: nn.Module) -> Iterator[Candidate]:
     """Yield all modules that a source knows, in model order."""
     for fqn, module in plain_modules(model):
+        marks = Marks.of(module)
         for source in SOURCES:
-            mark = mark_of(module, source)
+            mark = marks.of_source(source)
             if mark is not None:
                 yield Candidate(fqn, module, source, mark.rpartition(".")[2])
                 break
@@ -124,8 +127,14 @@ def _problem(one: Candidate, tensors: list[Tensor], holders: Mapping[int, str]) 
     return None if tied is None else f"its tensors are tied to {tied}, which is not adopted; adopt both or neither"
 
 
-def why_no_linear(one: Candidate) -> str | None:
-    """Return why a module cannot hold a quantized weight; None if it can."""
-    if uses_linear(one.module) if one.source.becomes is None else isinstance(one.module, nn.Linear):
+def why_no_linear(one: Candidate, outcome: Outcome) -> str | None:
+    """Return why a module cannot hold what its weight would become; None if it can, or if it is refused anyway."""
+    if isinstance(outcome, Refused) and outcome.values is None:
         return None
-    return f"its module is of the class {type(one.module).__name__}, and quantized weights here belong to nn.Linear"
+    module: Any = one.module
+    if not (uses_linear(module) if one.source.becomes is None else isinstance(module, nn.Linear)):
+        return f"its module is of the class {type(module).__name__}, and quantized weights here belong to nn.Linear"
+    shape = (module.out_features, module.in_features)
+    if isinstance(outcome, Taken) and outcome.weight.shape != shape:
+        return f"its weight would have the shape {tuple(outcome.weight.shape)}, where the linear has {shape}"
+    return None

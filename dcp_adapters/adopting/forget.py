@@ -1,7 +1,7 @@
-"""What says of a whole model that a library quantized it; it goes with the last module of that library.
+"""What says of a whole model that a library quantized it: it goes with the last module of that library.
 
-With it, transformers would save and convert the model by the library's rules, ModelOpt would save quantizers that are no
-longer there, and a hook of compressed-tensors would look for modules to decompress in the first forward.
+With it, transformers would save and convert the model by the library's rules, ModelOpt would save quantizers that are
+no longer there, and a hook of compressed-tensors would look for modules to decompress in the first forward.
 """
 
 from torch import nn

@@ -7,13 +7,15 @@
 `take` is pure: it reads the module, and changes nothing. A source is one file of sources/, and an entry in its list.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from dcp_adapters.adopting.outcome import Outcome
 from qtensor.tensor.quantized_tensor import QuantizedTensor
+
+PLAIN = (bool, int, float, str, dict, set, list, tuple, type(None))  # attributes that say nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +54,34 @@ def qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def marks(module: nn.Module) -> Iterator[type]:
-    """Yield the classes, the most special first, of a module, its own tensors and its attributes."""
-    own = (module, *module._parameters.values(), *module._buffers.values(), *vars(module).values())
-    for value in own:
+@dataclass(frozen=True)
+class Marks:
+    """The names of the classes met in a module: of itself and its tensors (`own`), and of its attributes."""
+
+    own: tuple[str, ...]
+    attributes: tuple[str, ...]
+
+    @staticmethod
+    def of(module: nn.Module) -> "Marks":
+        """Return those of a module."""
+        held = (module, *module._parameters.values(), *module._buffers.values())
+        attributes = (value for value in vars(module).values() if not isinstance(value, PLAIN))
+        return Marks(tuple(_names(held)), tuple(_names(attributes)))
+
+    def of_source(self, source: Source) -> str | None:
+        """Return the class by which the module is one of the source's; None: it is not.
+
+        Packages are looked for in the module and its tensors alone: anyone may keep a library's configuration.
+        """
+        packages = tuple(name for name in source.classes if name.endswith("."))
+        for names, prefixes in ((self.own, packages), (self.attributes, ())):
+            for name in names:
+                if name in source.classes or (prefixes and name.startswith(prefixes)):
+                    return name
+        return None
+
+
+def _names(values: Iterable[object]) -> Iterator[str]:
+    for value in values:
         if value is not None:
-            yield from type(value).__mro__
-
-
-def mark_of(module: nn.Module, source: Source) -> str | None:
-    """Return the class by which a module is one of the source's: one it names, or one of a package it names."""
-    names = [qualified(kind) for kind in marks(module)]
-    packages = tuple(name for name in source.classes if name.endswith("."))
-    return next((name for name in names if name in source.classes or (packages and name.startswith(packages))), None)
+            yield from map(qualified, type(value).__mro__)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dcp_adapters.adopting.outcome import Outcome, Refused, Taken
-from dcp_adapters.adopting.source import Source, mark_of
+from dcp_adapters.adopting.source import Marks, Source
 from dcp_adapters.hf.layouts.forms import ONE_A_BLOCK
 from qtensor.formats.float8 import Float8CurrentScaling
 from qtensor.formats.float8_blocks import BLOCK, Float8BlockScaling
@@ -75,7 +75,7 @@ def take(module: nn.Module) -> Mapping[str, Outcome]:
 
 def stays(module: nn.Module) -> Mapping[str, Outcome]:
     """Refuse what belongs to no nn.Linear."""
-    return {"weight": Refused(reason=STAYS[mark_of(module, OTHERS) or ""])}
+    return {"weight": Refused(reason=STAYS[Marks.of(module).of_source(OTHERS) or ""])}
 
 
 LINEARS = Source(

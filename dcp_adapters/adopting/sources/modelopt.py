@@ -130,6 +130,10 @@ def take(module: nn.Module) -> Mapping[str, Outcome]:
     if linear.input_quantizer.pre_quant_scale is not None:
         reason = "its inputs are multiplied by a pre_quant_scale, which an nn.Linear does not do"
         return {"weight": Refused(reason=reason)}
+    quantizers = (linear.weight_quantizer, linear.input_quantizer)
+    if any(getattr(one, "rotate_is_enabled", False) or getattr(one, "bias", None) for one in quantizers):
+        reason = "it rotates or shifts what it quantizes, which an nn.Linear does not do"
+        return {"weight": Refused(reason=reason)}
     if hasattr(linear.weight_quantizer, "_svdquant_lora_a"):
         return {"weight": Refused(reason="it has factors of SVDQuant beside it, which an nn.Linear does not have")}
     one = _Packed(linear)

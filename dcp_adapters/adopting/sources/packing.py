@@ -45,4 +45,8 @@ def int4_taken(  # noqa: PLR0913, PLR0917 - the parts of a weight, and what is s
     if not bool(((in_bf16.float() == scale.float()) | scale.isnan()).all()):
         return refused(f"scales in {scale.dtype} with more digits than bf16 holds")
     parts = {"payload": payload(), "scale": in_bf16.repeat_interleave(group // ours, dim=-1).contiguous()}
-    return Taken(weight=QuantizedTensor.from_parts(parts, Int4GroupScaling(group=ours), dtype), note=note)
+    try:
+        weight = QuantizedTensor.from_parts(parts, Int4GroupScaling(group=ours), dtype)
+    except ValueError as error:
+        return refused(str(error))
+    return Taken(weight=weight, note=note)

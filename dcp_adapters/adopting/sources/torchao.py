@@ -156,9 +156,12 @@ def _int4(weight: Any) -> Outcome:
     return int4_taken(lambda: payload, scale, group, weight.dtype, refused, note)
 
 
-def _taken(parts: Mapping[str, Tensor], recipe: Recipe, weight: Any, note: str) -> Taken:
+def _taken(parts: Mapping[str, Tensor], recipe: Recipe, weight: Any, note: str) -> Outcome:
     whole = {name: part.detach().contiguous() for name, part in parts.items()}
-    return Taken(weight=QuantizedTensor.from_parts(whole, recipe, weight.dtype), note=note)
+    try:
+        return Taken(weight=QuantizedTensor.from_parts(whole, recipe, weight.dtype), note=note)
+    except ValueError as error:  # transposed, say
+        return Refused(reason=str(error), values=weight.dequantize, nearest=recipe, note=note)
 
 
 TAKES: Mapping[str, Callable[[Any], Outcome]] = {

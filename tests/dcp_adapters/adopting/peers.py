@@ -127,6 +127,42 @@ def inputs_of_torchao(name: str) -> tuple[Any, Tensor, Tensor, Tensor]:
     return recipe, x, made.dequantize(torch.float32), made.scale.view(torch.uint8)
 
 
+def arbitrary() -> list[tuple[str, bool]]:
+    """torchao's tensors of random bytes, NaN and the ends of all scales among them: whether ours decode alike."""
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+    from torchao.quantization import Float8Tensor
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    generator = torch.Generator().manual_seed(11)
+
+    def raw(*shape: int) -> Tensor:
+        return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+
+    def mx(qdata: Tensor, element: Any) -> Tensor:
+        scale = raw(64, 4).view(torch.float8_e8m0fnu)
+        return MXTensor(qdata, scale, element, 32, torch.bfloat16, KernelPreference.EMULATED, None, False)  # type: ignore[no-any-return]
+
+    wide = torch.tensor(0.37)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    weights: dict[str, Any] = {
+        "MXFP8 e4m3": mx(raw(64, 128).view(e4m3), e4m3),
+        "MXFP8 e5m2": mx(raw(64, 128).view(e5m2), e5m2),
+        "MXFP4": mx(raw(64, 64), torch.float4_e2m1fn_x2),
+        "NVFP4": NVFP4Tensor(raw(64, 64), raw(64, 8).view(e4m3), 16, torch.bfloat16, wide),
+        "Float8": Float8Tensor(raw(64, 128).view(e4m3), torch.randn(64, 1), block_size=[1, 128], dtype=torch.bfloat16),
+    }
+    found = []
+    for name, weight in weights.items():
+        model = nn.Sequential(nn.Linear(128, 64, bias=False, dtype=torch.bfloat16))
+        model[0].weight = nn.Parameter(weight, requires_grad=False)
+        expected = weight.dequantize(torch.float32)
+        adopt(model)
+        ours: Any = model[0].weight
+        found.append((name, torch.equal(ours.dequantize(torch.float32).nan_to_num(1.5), expected.nan_to_num(1.5))))
+    return found
+
+
 def int4_by_hand() -> tuple[Any, AdoptionReport, dict[str, Tensor]]:
     model = int4_tensors(0.0)
     values = {
@@ -142,6 +178,17 @@ def requantized() -> tuple[Any, AdoptionReport, dict[str, Tensor]]:
     model[0] = exact[0]
     values = {key: linear.weight.dequantize() for key, linear in linears(model).items()}
     return model, adopt(model, requantize=Int4GroupScaling(group=32)), values
+
+
+def misfit() -> tuple[str, bool]:
+    """A recipe for all refused weights, which one of them does not fit: 160 columns are no groups of 128."""
+    model = zero_points()
+    held = [linear.weight for linear in linears(model).values()]
+    try:
+        adopt(model, requantize=Int4GroupScaling(group=128))
+    except ValueError as error:
+        return str(error), all(a is b.weight for a, b in zip(held, linears(model).values(), strict=True))
+    return "", False
 
 
 def division() -> Record:
@@ -210,8 +257,10 @@ def main(out: Path) -> None:
         "adopted": {name: record(name) for name in FOREIGN},
         "refused": {case: refusal(case) for case in REFUSED},
         "inputs": {name: inputs_of_torchao(name) for name in dynamic},
+        "arbitrary": arbitrary(),
         "int4": int4_by_hand(),
         "requantized": requantized(),
+        "misfit": misfit(),
         "division": division(),
         "tied": tied(),
         "chosen": chosen(),

@@ -72,6 +72,20 @@ def fp8_of_other_blocks() -> Any:
     return nn.Sequential(made)
 
 
+def grouped() -> Any:
+    """A subclass of FP8Linear, which must not be taken for one."""
+    from transformers.integrations.finegrained_fp8 import FP8GroupedLinear
+
+    return nn.Sequential(FP8GroupedLinear(128, 256, 2, block_size=(128, 128)))
+
+
+def fp8_experts() -> Any:
+    from transformers import Qwen3MoeConfig
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
+    return nn.Sequential(FP8Experts(Qwen3MoeConfig(hidden_size=128), block_size=(128, 128)))
+
+
 def gpt_oss() -> Any:
     from transformers import GptOssConfig
     from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
@@ -123,6 +137,22 @@ def modelopt(config: str) -> Any:
     return model
 
 
+def rotated() -> Any:
+    model = modelopt("NVFP4_DEFAULT_CFG")
+    model[0].weight_quantizer._rotate = True
+    return model
+
+
+def transposed() -> Any:
+    """A square weight whose tensor was transposed: its scales stand along the other dim."""
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    model = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16))
+    made = MXTensor.to_mx(model[0].weight.detach(), torch.float8_e4m3fn, 32)
+    model[0].weight = nn.Parameter(made.t(), requires_grad=False)
+    return model
+
+
 def embedding() -> Any:
     model = FOREIGN["torchao Float8 row"]().model
     model.embedding = nn.Embedding(160, IN)
@@ -159,6 +189,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "5 bits": (lambda: groups(32, torch.int5), "torch.int5, where whole numbers"),
     "other blocks of FP8": (fp8_of_other_blocks, r"scales of blocks of \(64, 64\)"),
+    "grouped": (grouped, r"0 \(transformers FP8GroupedLinear\): a linear in groups"),
+    "FP8 experts": (fp8_experts, r"0 \(transformers FP8Experts\): the weights of all experts"),
     "gpt-oss": (gpt_oss, r"0 \(transformers Mxfp4GptOssExperts\): its bytes are in the order in which a GPU's kernels"),
     "frozen": (
         frozen,
@@ -170,6 +202,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "INT4 of ModelOpt": (lambda: modelopt("INT4_BLOCKWISE_WEIGHT_ONLY_CFG"), "values that are divided by their scales"),
     "AWQ of ModelOpt": (lambda: modelopt("INT4_AWQ_CFG"), "its inputs are multiplied by a pre_quant_scale"),
     "INT8 of ModelOpt": (lambda: modelopt("INT8_DEFAULT_CFG"), "a INT8QTensor"),
+    "rotated": (rotated, "it rotates or shifts what it quantizes"),
+    "transposed": (transposed, "'scale' is torch.uint8 .*, expected torch.uint8"),
     "an embedding": (embedding, r"embedding \(torchao Float8Tensor\): its module is of the class Embedding"),
     "tied": (tied, "its tensors are tied to holder, which is not adopted"),
     "meta": (meta, "its tensors are on the meta device, or offloaded"),

@@ -90,6 +90,11 @@ def test_a_division_by_the_global_scale_is_told_where_it_is_no_product(peers: di
         assert torch.equal(linear.weight.dequantize(), record.values[key])  # in bf16 nothing of it is left
 
 
+def test_arbitrary_bytes_decode_as_torchaos(peers: dict[str, Any]) -> None:
+    assert len(peers["arbitrary"]) == 5
+    assert all(same for _, same in peers["arbitrary"]), peers["arbitrary"]
+
+
 def test_symmetric_int4_tensors_hold_the_formula_of_their_class(peers: dict[str, Any]) -> None:
     """value = qdata * scale, two's complement, the low nibble first: what mslk's pack_int4 writes."""
     model, report, values = peers["int4"]
@@ -240,6 +245,14 @@ def test_requantizing_is_measured_and_leaves_exact_weights_alone(peers: dict[str
     assert second.note == "requantized: zero points, which INT4 here does not have"
     assert second.error == error_between(values["2"], model[2].weight)
     assert_holds({"w": model[2].weight}, {"w": quantize(values["2"], Int4GroupScaling(group=32))})
+
+
+def test_a_recipe_that_one_weight_does_not_fit_changes_none(peers: dict[str, Any]) -> None:
+    message, unchanged = peers["misfit"]
+    assert message.startswith("adopt: 1 weights cannot be adopted, and nothing has been changed")
+    assert "2 (torchao IntxUnpackedToInt8Tensor): zero points" in message
+    assert "the weight: shape (96, 160) has K=160, which is not a multiple of 128" in message
+    assert unchanged
 
 
 def test_the_refusal_tells_the_error_of_requantizing(peers: dict[str, Any]) -> None:
