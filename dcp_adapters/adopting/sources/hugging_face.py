@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dcp_adapters.adopting.outcome import Outcome, Refused, Taken
-from dcp_adapters.adopting.source import Marks, Source
+from dcp_adapters.adopting.source import Marks, Source, qualified
 from dcp_adapters.hf.layouts.forms import ONE_A_BLOCK
 from qtensor.formats.float8 import Float8CurrentScaling
 from qtensor.formats.float8_blocks import BLOCK, Float8BlockScaling
@@ -39,6 +39,9 @@ STAYS = {
 def take(module: nn.Module) -> Mapping[str, Outcome]:
     """Return what the weight of an FP8Linear becomes."""
     linear: Any = module
+    if qualified(type(module)) not in LINEARS.classes:
+        reason = f"a {type(module).__name__} is made of FP8Linear, and may compute in another way"
+        return {"weight": Refused(reason=reason)}
     weight, scale, size = linear.weight, linear._parameters.get("weight_scale_inv"), linear.block_size
     if weight.dtype != torch.float8_e4m3fn or scale is None:
         return {"weight": Refused(reason=f"its weight is {weight.dtype}, where an FP8Linear has E4M3")}

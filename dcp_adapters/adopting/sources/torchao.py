@@ -176,11 +176,9 @@ TAKES: Mapping[str, Callable[[Any], Outcome]] = {
 def take(module: nn.Module) -> Mapping[str, Outcome]:
     """Return what the weight of an nn.Linear becomes."""
     weight: Any = module._parameters["weight"]
-    found = next((TAKES[name] for kind in type(weight).__mro__ if (name := qualified(kind)) in TAKES), None)
+    found = TAKES.get(qualified(type(weight)))  # a class made of one of these may decode in another way
     if found is None:
-        return {
-            "weight": Refused(reason=f"its weight is {type(weight).__name__}, and another tensor of it is torchao's")
-        }
+        return take_other(module)
     if weight.dtype not in APPEARANCE_DTYPES or weight.ndim != 2:
         return {"weight": Refused(reason=f"a weight {tuple(weight.shape)} that appears in {weight.dtype}")}
     return {"weight": found(weight)}
@@ -189,11 +187,12 @@ def take(module: nn.Module) -> Mapping[str, Outcome]:
 def take_other(module: nn.Module) -> Mapping[str, Outcome]:
     """Refuse what no source knows."""
     weight: Any = module._parameters.get("weight")
-    values = getattr(weight, "dequantize", None) if type(weight).__module__.startswith("torchao.") else None
+    its = any(kind.__module__.startswith("torchao.") for kind in type(weight).__mro__)
+    values = getattr(weight, "dequantize", None) if its else None
     reason = "no recipe here is known to hold it"
     if values is None:
         reason += "; if it simulates quantization, convert it first (torchao.quantization)"
-    return {"weight": Refused(reason=reason, values=values)}
+    return {"weight": Refused(reason=reason, values=values, nearest=Float8CurrentScaling())}
 
 
 TENSORS = Source(library="torchao", classes=frozenset(TAKES), take=take, drops=("extra_repr",), give=give)

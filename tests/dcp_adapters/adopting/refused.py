@@ -63,6 +63,21 @@ def int4_tensors(zero: float, pre_scale: float | None = None) -> Any:
     return model
 
 
+def of_a_class_of_its_own() -> Any:
+    """A class made of one that is known may decode in another way."""
+    from torchao.quantization import Float8Tensor
+
+    class Shifted(Float8Tensor):
+        def dequantize(self, output_dtype: Any = None) -> Any:
+            return super().dequantize(output_dtype) + 1
+
+    model = FOREIGN["torchao Float8 row"]().model
+    held = model[0].weight
+    made = Shifted(held.qdata, held.scale, held.block_size, dtype=held.dtype)
+    model[0].weight = nn.Parameter(made, requires_grad=False)
+    return model
+
+
 def fp8_of_other_blocks() -> Any:
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
@@ -70,6 +85,16 @@ def fp8_of_other_blocks() -> Any:
     made.weight.data = torch.randn(128, IN).to(torch.float8_e4m3fn)
     made.weight_scale_inv.data = torch.rand(2, IN // 64)
     return nn.Sequential(made)
+
+
+def linear_of_a_class_of_its_own() -> Any:
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    class Doubling(FP8Linear):
+        def forward(self, input: Any) -> Any:  # noqa: A002 - its base's
+            return 2 * super().forward(input)
+
+    return nn.Sequential(Doubling(128, 256, block_size=(128, 128)))
 
 
 def grouped() -> Any:
@@ -189,6 +214,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "5 bits": (lambda: groups(32, torch.int5), "torch.int5, where whole numbers"),
     "other blocks of FP8": (fp8_of_other_blocks, r"scales of blocks of \(64, 64\)"),
+    "a class of its own": (of_a_class_of_its_own, "no recipe here is known to hold it; .* would make an error of"),
+    "a linear of its own": (linear_of_a_class_of_its_own, "a Doubling is made of FP8Linear"),
     "grouped": (grouped, r"0 \(transformers FP8GroupedLinear\): a linear in groups"),
     "FP8 experts": (fp8_experts, r"0 \(transformers FP8Experts\): the weights of all experts"),
     "gpt-oss": (gpt_oss, r"0 \(transformers Mxfp4GptOssExperts\): its bytes are in the order in which a GPU's kernels"),
