@@ -92,6 +92,11 @@ def theirs(library: str, path: Path) -> None:
     if library == "torchao":
         assert torch.equal(brought["model"](brought["x"]), brought["before"])
         assert brought["names"] == [weight.name for weight in brought["report"].weights]
+    else:
+        weights = [param for param in brought["model"].parameters() if isinstance(param, QuantizedTensor)]
+        assert len(weights) == len(brought["report"].weights)
+        assert {weight.recipe.activations for weight in weights} == {"dynamic"}
+        assert brought["model"](brought["x"]).isfinite().all()
     names = on.run(given(path), only=numbers(on, library))
     if library == "torchao":
         _what_the_page_says_of_torchao(names)
