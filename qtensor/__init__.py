@@ -49,8 +49,10 @@ from qtensor.formats.float8 import Float8CurrentScaling, Float8Tensor
 from qtensor.formats.float8_blocks import Float8BlockScaling
 from qtensor.formats.float8_delayed import Float8DelayedScaling
 from qtensor.formats.int4 import Int4GroupScaling, Int4Tensor
+from qtensor.formats.int8 import Int8RowScaling, Int8Tensor
 from qtensor.formats.mxfp4 import MXFP4BlockScaling, MXFP4Tensor
 from qtensor.formats.mxfp8 import MXFP8BlockScaling, MXFP8Tensor
+from qtensor.formats.nf4 import NF4BlockScaling, NF4Tensor
 from qtensor.formats.nvfp4 import NVFP4BlockScaling, NVFP4Tensor
 from qtensor.merging.low_rank import LowRankUpdate
 from qtensor.merging.merge import merge_
@@ -80,6 +82,8 @@ __all__ = [
     "Float8Tensor",
     "Int4GroupScaling",
     "Int4Tensor",
+    "Int8RowScaling",
+    "Int8Tensor",
     "LowRankUpdate",
     "MXFP4BlockScaling",
     "MXFP4Tensor",
@@ -88,6 +92,8 @@ __all__ = [
     "MasterWeightOptimizer",
     "MergeReport",
     "MergedWeight",
+    "NF4BlockScaling",
+    "NF4Tensor",
     "NVFP4BlockScaling",
     "NVFP4Tensor",
     "QuantizedTensor",

@@ -20,8 +20,10 @@ from qtensor import (
     Float8CurrentScaling,
     Float8DelayedScaling,
     Int4GroupScaling,
+    Int8RowScaling,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
+    NF4BlockScaling,
     NVFP4BlockScaling,
 )
 
@@ -30,7 +32,8 @@ from qtensor import (
 class Element:
     """A low-precision number. With m mantissa bits: relative 2^-(m+1), subnormal half a step of 2^(1 - bias - m).
 
-    The whole numbers of a uniform grid are all subnormal in this sense; they have one zero, and one more below it.
+    The whole numbers of a uniform grid are all subnormal in this sense; they have one zero, and one more below it. So
+    are numbers of a table, which are as they are listed, from -largest on: half the widest gap.
     """
 
     dtype: Any  # of ml_dtypes
@@ -38,6 +41,12 @@ class Element:
     relative: float  # half step of the normals, relative to the power of two below them
     subnormal: float  # half step of the subnormals
     largest: float
+    table: tuple[float, ...] = ()
+
+    @property
+    def floating(self) -> bool:
+        """Whether the elements are floating-point numbers: they have signs of zeros, steps that grow and a dtype."""
+        return not self.uniform and not self.table
 
     @property
     def exponent(self) -> int:
@@ -46,8 +55,8 @@ class Element:
 
     @property
     def uniform(self) -> bool:
-        """Whether the elements are whole numbers, stored with an offset."""
-        return self.relative == 0
+        """Whether the elements are whole numbers; those of less than a byte are stored with an offset."""
+        return self.relative == 0 and not self.table
 
     @property
     def least(self) -> float:
@@ -56,10 +65,17 @@ class Element:
 
     def values(self, codes: Any) -> Any:
         """fp64 values of codes, uint8, one an entry."""
-        return codes.astype(np.float64) + self.least if self.uniform else codes.view(self.dtype).astype(np.float64)
+        if self.table:
+            return np.array(self.table)[codes]
+        if self.uniform and self.bits < 8:
+            return codes.astype(np.float64) + self.least
+        return codes.view(self.dtype).astype(np.float64)
 
     def nearest(self, scaled: Any) -> Any:
-        """The elements nearest to fp32 numbers, fp32; ties to even, saturating."""
+        """The elements nearest to fp32 numbers, fp32; ties to even (of a table: down), saturating."""
+        if self.table:
+            numbers = np.array(self.table, np.float32)
+            return numbers[np.searchsorted((numbers[1:] + numbers[:-1]) / np.float32(2), scaled)]
         if self.uniform:
             return np.clip(np.rint(scaled), np.float32(self.least), np.float32(self.largest)) + np.float32(0)
         return np.clip(scaled, np.float32(self.least), np.float32(self.largest)).astype(self.dtype).astype(np.float32)
@@ -69,6 +85,15 @@ E4M3 = Element(ml_dtypes.float8_e4m3fn, 8, 2.0**-4, 2.0**-10, 448.0)
 E5M2 = Element(ml_dtypes.float8_e5m2, 8, 2.0**-3, 2.0**-17, 57344.0)
 E2M1 = Element(ml_dtypes.float4_e2m1fn, 4, 2.0**-2, 0.25, 6.0)
 INT4 = Element(ml_dtypes.int4, 4, 0.0, 0.5, 7.0)
+INT8 = Element(np.int8, 8, 0.0, 0.5, 127.0)
+# The sixteen numbers of QLoRA's paper (Dettmers et al. 2023, appendix E), to the digits that fp32 tells apart.
+QUANTILES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+NF4 = Element(np.uint8, 4, 0.0, (QUANTILES[1] - QUANTILES[0]) / 2, 1.0, QUANTILES)
 FP32, E8M0, FP8 = np.float32, ml_dtypes.float8_e8m0fnu, ml_dtypes.float8_e4m3fn  # what a scale is stored as
 BF16 = ml_dtypes.bfloat16
 
@@ -152,6 +177,9 @@ TABLE = (
     Facts("mxfp4_floor", MXFP4BlockScaling(scale_rounding="floor"), E2M1, E8M0, block=32, excess=8 / 6),
     Facts("int4_32", Int4GroupScaling(), INT4, BF16, block=32, excess=INT4_EXCESS, main=True),
     Facts("int4_128", Int4GroupScaling(group=128), INT4, BF16, block=128, excess=INT4_EXCESS),
+    Facts("int8_row", Int8RowScaling(), INT8, FP32, excess=127.5 / 127, main=True),
+    Facts("nf4_32", NF4BlockScaling(block=32), NF4, FP32, block=32, main=True),
+    Facts("nf4", NF4BlockScaling(), NF4, FP32, block=64),
     Facts("nvfp4", NVFP4BlockScaling(), E2M1, FP8, block=16, **NVFP4),
     Facts("nvfp4_square", NVFP4BlockScaling(blocks="square"), E2M1, FP8, block=16, square=True, **NVFP4),
 )

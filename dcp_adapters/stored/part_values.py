@@ -1,7 +1,8 @@
 """Values in the parts of a quantized tensor that no healthy weight has, found from the parts alone.
 
     payload        float8: no NaN and no infinity (packed nibbles have neither)
-    scales         fp32, bf16: finite and positive; one byte (E8M0 as uint8, E4M3): no NaN, no negative (0: zeros)
+    scales         fp32, bf16: finite and positive, or 0 where the spec says so; one byte (E8M0 as uint8, E4M3): no NaN,
+                   no negative (0: zeros)
     amax history   finite and not negative
 
 The part's spec says what its numbers are. Where torch has no dtype for its codes, `value_fault` finds nothing in the
@@ -40,9 +41,10 @@ def value_fault(spec: PartSpec, part: Tensor) -> str | None:
     if nan:
         return f"{nan} of {part.numel()} values are NaN or infinite"
     least = min((float(piece.min()) for piece in _in_pieces(part)), default=1.0)
-    # an amax history may hold zeros; a scale of 0 would make zeros of all that it scales
-    if least < 0 or (least == 0 and spec.length is None):
-        return f"its least value is {least!r}, expected {'at least 0' if spec.length is not None else 'more than 0'}"
+    # an amax history may hold zeros; a scale of 0 would make zeros of all that it scales, and of some formats does
+    may_be_zero = spec.length is not None or spec.zeros
+    if least < 0 or (least == 0 and not may_be_zero):
+        return f"its least value is {least!r}, expected {'at least 0' if may_be_zero else 'more than 0'}"
     return None
 
 

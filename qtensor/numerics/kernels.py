@@ -68,7 +68,7 @@ def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
     if not shares_amax(recipe):
         return None
     if tensor_wide(recipe) is None:
-        return row_amaxes(x)
+        return row_amaxes(x, recipe)
     flat, kernel = rows_of(x), _amax_kernel(x.dtype, rows=False)
     # as one long row, since rows do not matter here and the compiler would specialise on equal dims
     found = [kernel(flat[piece].view(-1)) for piece in pieces_of(flat, 1, kernel)]
@@ -142,15 +142,15 @@ def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
     if _runs_as_defined(x) or x.is_meta:
         values = x.to(torch.float32)
         return formats.encode(values, recipe, row_amax(values))
-    return encode(x, recipe, row_amaxes(x) if tensor_wide(recipe) else None)
+    return encode(x, recipe, row_amaxes(x, recipe) if tensor_wide(recipe) else None)
 
 
-def row_amaxes(x: Tensor) -> Tensor:
-    """Return fp32 [.., N, 1]: the largest finite magnitude of each row."""
-    x = resolve(x)
+def row_amaxes(x: Tensor, recipe: Recipe) -> Tensor:
+    """Return fp32 [.., N, 1]: the largest finite magnitude of each row; infinite where the format marks rows."""
+    x, marked = resolve(x), format_of(recipe).marks_rows
     if _runs_as_defined(x):
-        return row_amax(x.to(torch.float32))
-    flat, kernel = rows_of(x), _amax_kernel(x.dtype, rows=True)
+        return row_amax(x.to(torch.float32), marked=marked)
+    flat, kernel = rows_of(x), _amax_kernel(x.dtype, rows=True, marked=marked)
     amaxes = [kernel(flat[piece]) for piece in pieces_of(flat, 1, kernel)]
     return (amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes)).reshape(*x.shape[:-1], 1)
 
@@ -225,14 +225,14 @@ def _decode_whole(
 
 
 @functools.cache
-def _amax_kernel(dtype: torch.dtype, *, rows: bool) -> Kernel:
+def _amax_kernel(dtype: torch.dtype, *, rows: bool, marked: bool = False) -> Kernel:
     def amax(x: Tensor) -> Tensor:  # [rows, K] or [elements]
         x = x.to(torch.float32)
-        return row_amax(x) if rows else finite_amax(x)
+        return row_amax(x, marked=marked) if rows else finite_amax(x)
 
     by_hand = not rows and _takes_by_hand(dtype)
     written = Written(triton_kernels.amax, amax_probes(dtype, amax)) if by_hand else None
-    return Kernel(amax, f"amax_of_{'rows' if rows else 'tensor'}_{dtype}", written)
+    return Kernel(amax, f"amax_of_{'marked_' if marked else ''}{'rows' if rows else 'tensor'}_{dtype}", written)
 
 
 @functools.cache

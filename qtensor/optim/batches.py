@@ -70,7 +70,7 @@ def claims_of(
         stacked = torch.stack([values[number] for number in numbers])
         claims = []  # [n, ..] each
         if kernels.shares_amax(recipe):
-            rows = kernels.row_amaxes(stacked).flatten(1)  # [n, N]
+            rows = kernels.row_amaxes(stacked, recipe).flatten(1)  # [n, N]
             claims.append(rows.amax(dim=1, keepdim=True) if tensor_wide(recipe) else rows)
         if cut is not None:
             claims.append(cut.claim(stacked, recipe))
@@ -83,7 +83,7 @@ def _each_amax(stacked: Tensor, recipe: Recipe, agreed: Tensor | None) -> Tensor
     n, rows, _ = stacked.shape
     if agreed is not None:
         return agreed.unsqueeze(-1).expand(n, rows, 1)
-    own = kernels.row_amaxes(stacked)
+    own = kernels.row_amaxes(stacked, recipe)
     return own.amax(dim=1, keepdim=True).expand(n, rows, 1) if tensor_wide(recipe) else own
 
 

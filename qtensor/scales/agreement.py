@@ -142,7 +142,8 @@ class QuantizedScales(RecipeScales):
         claims = []
         amax = flat_amax(values, q.recipe)
         if amax is not None:
-            scale, none = shared_scale(q).reshape(-1), torch.zeros_like(amax)
+            # NaN, which marks a row, has no maximum: infinity stands for it
+            scale, none = shared_scale(q).reshape(-1).nan_to_num(nan=math.inf, posinf=math.inf), torch.zeros_like(amax)
             of_init = none if init is None else flat_amax(init, q.recipe)
             assert of_init is not None
             claims += [torch.where(amax > 0, scale, none), of_init, scale, -scale, *self._history()]

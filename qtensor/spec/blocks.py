@@ -64,10 +64,16 @@ def finite_amax(x: Tensor) -> Tensor:
     return finite_magnitude(x).amax()
 
 
-def row_amax(x: Tensor) -> Tensor:
-    """Largest finite |x| of each row, [.., 1]; 0 for rows without elements."""
+def row_amax(x: Tensor, *, marked: bool = False) -> Tensor:
+    """Largest finite |x| of each row, [.., 1]; 0 for rows without elements.
+
+    `marked`: infinity for rows that hold an element that is not finite.
+    """
     if x.shape[-1] == 0:
         return x.new_zeros(*x.shape[:-1], 1)
+    if marked:
+        amax = x.abs().amax(dim=-1, keepdim=True)  # NaN where there is one
+        return torch.where(amax < math.inf, amax, math.inf)
     return finite_magnitude(x).amax(dim=-1, keepdim=True)
 
 

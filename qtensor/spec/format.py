@@ -2,8 +2,8 @@
 
 A `PartSpec` says how one part extends along the logical shape [.., N, K]; all code that cuts, joins, checks or saves
 parts uses it, so no other code needs to know a format by name. A `Format` has the numerics, and a `Route` says how the
-hardware multiplies. A format is one file (float8.py, float8_blocks.py, float8_delayed.py, int4.py, mxfp4.py, mxfp8.py,
-nvfp4.py) with its recipe, its numerics and its tensor class, built from the codecs in codecs/; `register`
+hardware multiplies. A format is one file (float8.py, float8_blocks.py, float8_delayed.py, int4.py, int8.py, mxfp4.py,
+mxfp8.py, nf4.py, nvfp4.py) with its recipe, its numerics and its tensor class, built from the codecs in codecs/; `register`
 (registry.py) makes it known.
 """
 
@@ -41,6 +41,7 @@ class PartSpec:
             means that a whole row shares one element, stored with a last dim of 1.
         ragged: the last block of a row may hold fewer elements; otherwise K is a multiple of `block`.
         gathered: FSDP's all-gather sends it; products need it.
+        zeros: a scale that is 0 where all that it scales is; other scales of fp32 and bf16 are positive.
         codes: torch's dtype for the numbers of a part that is stored as uint8; None where torch has none.
     """
 
@@ -51,6 +52,7 @@ class PartSpec:
     ragged: bool = False
     length: int | None = None
     gathered: bool = True
+    zeros: bool = False
     codes: torch.dtype | None = None
 
     @property
@@ -100,11 +102,14 @@ class Format(abc.ABC):
         judges: it has `asked`.
         exact_in_bf16: bf16 holds the decoded values of the parts that `without_factors` returns, see
             qtensor/products/in_bf16.py.
+        marks_rows: the scale of a row tells that the row holds an element that is not finite. The amax of such a row is
+            infinite, so that all pieces of a row that is cut along K get that scale.
     """
 
     converts: ClassVar[bool] = False
     judges: ClassVar[bool] = False
     exact_in_bf16: ClassVar[bool] = False
+    marks_rows: ClassVar[bool] = False
 
     @abc.abstractmethod
     def parts(self, recipe: Any) -> tuple[PartSpec, ...]:

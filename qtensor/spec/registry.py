@@ -89,12 +89,14 @@ def part_names() -> set[str]:
 def shared_amax(x: Tensor, recipe: Recipe) -> Tensor | None:
     """Largest finite magnitudes behind the scales that pieces of a cut tensor share (see `shares_scale_along`).
 
-    fp32 [] for a tensor-wide scale, [.., N, 1] for one a row; None where every scale belongs to a block.
+    fp32 [] for a tensor-wide scale, [.., N, 1] for one a row (infinite where `marks_rows` says so); None where every
+    scale belongs to a block.
     """
-    specs = format_of(recipe).parts(recipe)  # not specs_of: a tracer cannot see through its cache
+    numerics = format_of(recipe)
+    specs = numerics.parts(recipe)  # not specs_of: a tracer cannot see through its cache
     if not all(spec.per_row for spec in specs):
         return finite_amax(x)
-    return None if all(spec.block for spec in specs) else row_amax(x)
+    return None if all(spec.block for spec in specs) else row_amax(x, marked=numerics.marks_rows)
 
 
 def encode(x: Tensor, recipe: Recipe, amax: Tensor | None, blocks: BlockFacts | None = None) -> dict[str, Tensor]:

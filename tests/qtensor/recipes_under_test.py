@@ -45,11 +45,12 @@ def unit(q: QuantizedTensor) -> Tensor:
 def error_bound(x: Tensor, q: QuantizedTensor) -> Tensor:
     """Largest |x - decoded| that rounding x / unit to nearest can give: half a step, or what saturation cuts off.
 
-    |round(y) - y| <= max(relative |y|, subnormal) for |y| <= largest and |y| - largest beyond, times the unit.
+    |round(y) - y| <= max(relative |y|, subnormal) for |y| <= largest and |y| - largest beyond, times the unit. The
+    roundings in fp32 are of y, and so of many half steps where elements have as many bits as INT8.
     """
     element, one, magnitude = facts(q.recipe).element, unit(q), x.double().abs()
     rounding = torch.maximum(magnitude * element.relative, one * element.subnormal)
-    return torch.maximum(rounding, magnitude - one * element.largest) * FP32_SLACK
+    return torch.maximum(rounding, magnitude - one * element.largest) + magnitude * (FP32_SLACK - 1)
 
 
 def raw(x: Tensor) -> Tensor:

@@ -152,8 +152,10 @@ def test_non_finite_input_never_decodes_to_a_finite_number_and_spoils_nothing_el
     zeroed[40, 50] = 0.0  # amaxes run over the finite elements
     q, expected = quantize(x, recipe).dequantize(), quantize(zeroed, recipe).dequantize()
     spoiled = torch.zeros(x.shape, dtype=torch.bool)
-    contained = facts(recipe).scale is FP32  # Float8 marks elements, the others the scales of blocks
-    block, rows = (1, 1) if contained else (facts(recipe).block, facts(recipe).rows)
+    known = facts(recipe)
+    # Float8 marks elements, INT8 the scale of the row, the others the scales of blocks
+    contained = known.scale is FP32 and known.element.floating
+    block, rows = (1, 1) if contained else (known.block if known.block > 1 else 96, known.rows)
     spoiled[40 // rows * rows : 40 // rows * rows + rows, 50 // block * block : 50 // block * block + block] = True
     assert q[spoiled].isnan().all()
     assert same_bytes(q[~spoiled], expected[~spoiled])
@@ -206,7 +208,7 @@ def test_it_looks_like_a_dense_tensor(recipe: Any) -> None:
 @every_recipe
 def test_one_stored_copy_of_the_documented_size(recipe: Any) -> None:
     """Float8 1 byte an element + 4 a row or tensor, and 4 a step of history; MXFP8 1 + 1/32; MXFP4 1/2 + 1/32;
-    INT4 1/2 + 2 a group; NVFP4 1/2 + 1/16, + 4.
+    INT4 1/2 + 2 a group; NF4 1/2 + 4 a block; NVFP4 1/2 + 1/16, + 4; INT8 1 + 4 a row.
     """
     rows, columns = 64, 96
     q = quantize(weight(rows, columns), recipe)
@@ -217,7 +219,8 @@ def test_one_stored_copy_of_the_documented_size(recipe: Any) -> None:
 
 def zeros_of(recipe: Any) -> int:
     """A byte of the payload of zeros."""
-    return 0x88 if facts(recipe).element.uniform else 0
+    element = facts(recipe).element
+    return 0x77 if element.table else 0x88 if element.uniform and element.bits == 4 else 0
 
 
 @every_recipe

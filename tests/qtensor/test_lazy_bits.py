@@ -228,7 +228,7 @@ def test_no_kernel_gets_a_tensor_with_a_lazy_bit(monkeypatch: pytest.MonkeyPatch
             *kernels.encode_under(x, NVFP4, quantizer).values(),
             *kernels.encode_step(x, delayed, amax, state["scale"], state["amax_history"]).values(),
             *kernels.block_facts(x, square),
-            kernels.row_amaxes(x),
+            kernels.row_amaxes(x, MXFP8),
             kernels.shared_amax(x, NVFP4),
         ]
 

@@ -78,7 +78,7 @@ RECIPE_MESSAGES = {
     ),
     "json": (
         lambda: Recipe.from_json({"type": "MXFP6BlockScaling"}),
-        "unknown recipe type 'MXFP6BlockScaling'; this version knows Float8BlockScaling, Float8CurrentScaling, Float8DelayedScaling, Int4GroupScaling, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling",
+        "unknown recipe type 'MXFP6BlockScaling'; this version knows Float8BlockScaling, Float8CurrentScaling, Float8DelayedScaling, Int4GroupScaling, Int8RowScaling, MXFP4BlockScaling, MXFP8BlockScaling, NF4BlockScaling, NVFP4BlockScaling",
     ),
 }
 
@@ -152,8 +152,8 @@ def test_quantize_wants_a_dense_float_and_a_recipe() -> None:
         text = f"quantize expects bfloat16, float16 or float32, got {dtype}"
         assert text_of(lambda dtype=dtype: quantize(torch.ones(64, 96, dtype=dtype), MXFP8), TypeError) == text
     known = (
-        "Float8CurrentScaling, Float8BlockScaling, Float8DelayedScaling, Int4GroupScaling, MXFP4BlockScaling, "
-        "MXFP8BlockScaling, NVFP4BlockScaling"
+        "Float8CurrentScaling, Float8BlockScaling, Float8DelayedScaling, Int4GroupScaling, Int8RowScaling, "
+        "MXFP4BlockScaling, MXFP8BlockScaling, NF4BlockScaling, NVFP4BlockScaling"
     )
     assert (
         text_of(lambda: quantize(torch.ones(64, 96), "mxfp8"), TypeError)

@@ -20,8 +20,10 @@ from qtensor import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Int4GroupScaling,
+    Int8RowScaling,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
+    NF4BlockScaling,
     NVFP4BlockScaling,
     QuantizedTensor,
     quantize,
@@ -39,7 +41,7 @@ from tests.qtensor.recipes_under_test import (
     unit,
     weight,
 )
-from tests.recipes import E8M0, MAIN, WIDER_BLOCKS, facts, recipes
+from tests.recipes import E8M0, MAIN, QUANTILES, WIDER_BLOCKS, facts, recipes
 from tests.sampling import sampled
 
 F32 = np.float32
@@ -141,9 +143,23 @@ def reference_int4(x: np.ndarray, recipe: Int4GroupScaling) -> dict[str, np.ndar
     return {"payload": nibbles((np.clip(np.rint(scaled), -8, 7) + 8).astype(np.uint8)), "scale": scale}
 
 
+def reference_int8(x: np.ndarray, recipe: Int8RowScaling) -> dict[str, np.ndarray]:
+    scale = np.maximum(blockwise_amax(x, 1, x.shape[-1]) / F32(127.5), F32(2.0**-126))
+    return {"payload": np.clip(np.rint(x * (F32(1) / scale)), -128, 127).astype(np.int8), "scale": scale}
+
+
+def reference_nf4(x: np.ndarray, recipe: NF4BlockScaling) -> dict[str, np.ndarray]:
+    scale, table = blockwise_amax(x, 1, recipe.block), np.array(QUANTILES, F32)
+    scaled = x * np.repeat(F32(1) / np.maximum(scale, F32(1e-38)), recipe.block, axis=-1)
+    codes = np.searchsorted((table[1:] + table[:-1]) / F32(2), scaled)  # on a bound: the code below
+    return {"payload": nibbles(codes.astype(np.uint8)), "scale": scale}
+
+
 REFERENCES: dict[type, Callable[[np.ndarray, Any], dict[str, np.ndarray]]] = {
     Float8CurrentScaling: reference_float8,
     Int4GroupScaling: reference_int4,
+    Int8RowScaling: reference_int8,
+    NF4BlockScaling: reference_nf4,
     MXFP4BlockScaling: reference_mxfp4,
     Float8BlockScaling: reference_float8_blocks,
     MXFP8BlockScaling: reference_mxfp8,
@@ -244,7 +260,7 @@ def test_powers_of_two_move_into_the_scale(recipe: Any, x: np.ndarray, shift: in
     assert same_bytes(torch.ldexp(a.dequantize(), torch.tensor(shift)), b.dequantize())
 
 
-@pytest.mark.parametrize("recipe", recipes(lambda each: not each.element.uniform and not each.history).values())
+@pytest.mark.parametrize("recipe", recipes(lambda each: each.element.floating and not each.history).values())
 @quick
 @given(x=matrices(any_float))
 def test_negation_changes_signs_alone(recipe: Any, x: np.ndarray) -> None:

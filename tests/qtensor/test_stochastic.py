@@ -44,17 +44,19 @@ def hoeffding(width: float, draws: float, events: int = 1) -> float:
     return width * math.sqrt(math.log(2 * events / FAILURE) / (2 * draws))
 
 
-def grid(recipe: Any) -> Tensor:
-    """fp64: every finite magnitude of the element, ascending, read from its codes."""
+def grid(recipe: Any, sign: int = 1) -> Tensor:
+    """fp64: every finite magnitude of the element of a sign, ascending, read from its codes."""
     element = facts(recipe).element
+    if element.table:
+        return torch.tensor([sign * value for value in element.table if sign * value >= 0], dtype=torch.float64).sort()[0]
     codes = np.arange(2 ** (element.bits - 1) + element.uniform, dtype=np.uint8)  # 0 .. 8 of whole numbers
     values = torch.from_numpy(codes.astype(np.float64) if element.uniform else element.values(codes))
     return values[values.isfinite()]
 
 
-def neighbours(y: Tensor, recipe: Any) -> tuple[Tensor, Tensor]:
+def neighbours(y: Tensor, recipe: Any, sign: int) -> tuple[Tensor, Tensor]:
     """The grid points around y >= 0 (fp64, in units), those around all that fp32 roundings can make of it."""
-    values = grid(recipe)
+    values = grid(recipe, sign)
     lower = values[(torch.searchsorted(values, y * (1 - SLACK), right=True) - 1).clamp(min=0)]
     upper = values[torch.searchsorted(values, y * (1 + SLACK)).clamp(max=len(values) - 1)]
     return lower, upper
@@ -86,7 +88,8 @@ def test_elements_become_either_neighbour_and_on_average_the_value(recipe: Any) 
     element = facts(recipe).element
     clamped = x.double().clamp(one * element.least, one * element.largest).abs()
     y = torch.where(one > 0, clamped / one, 0)
-    lower, upper = neighbours(y, recipe)
+    around = [torch.stack(neighbours(y, recipe, sign)) for sign in (1, -1)]
+    lower, upper = torch.where(x < 0, around[1], around[0])
     upper = upper.minimum(torch.where(x < 0, -element.least, element.largest))
     total = torch.zeros_like(y)
     for part in range(parts):
@@ -96,7 +99,7 @@ def test_elements_become_either_neighbour_and_on_average_the_value(recipe: Any) 
         magnitude = torch.where(one > 0, found.abs() / one, found.abs())
         near_lower, near_upper = ((magnitude - near).abs() <= near * SLACK for near in (lower, upper))
         assert (near_lower | near_upper).all()
-        signed = (found != 0) | (not element.uniform)  # whole numbers have one zero
+        signed = (found != 0) | element.floating  # the others have one zero
         assert torch.equal(torch.signbit(found)[signed], torch.signbit(x).expand(found.shape)[signed])
         total += (magnitude - y).sum(0)
 
@@ -371,7 +374,8 @@ def test_a_sum_of_tiny_updates_arrives_on_average_and_to_nearest_not_at_all(reci
         for _ in range(STEPS):
             optimizer.step()
     moved = (parameter.dequantize(torch.float32) - start.dequantize(torch.float32)).double()[moving]
-    one, top = unit(start).max().item(), LARGE * 4 / 6
+    one = unit(start).max().item()
+    top = one * grid(recipe)[-2].item() if facts(recipe).element.table else LARGE * 4 / 6
     assert ((unit(parameter) / unit(start) - 1).abs() <= SLACK).all()
     assert (parameter.dequantize(torch.float32)[moving] <= top * (1 + SLACK)).all()
     values = grid(recipe)

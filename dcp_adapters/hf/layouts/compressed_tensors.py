@@ -50,6 +50,9 @@ NVFP4 = {
 MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "dynamic": False}
 
+INT8_ROW = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+INT8_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
 
 def _entry(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, *stored: StoredAs) -> SchemeEntry:
     config = {"format": form, "weights": weights, "input_activations": inputs, "output_activations": None}
@@ -110,6 +113,9 @@ SCHEMES = {
         Scheme(f"int4_{group}", "none"): _entry("pack-quantized", {**INT4, "group_size": group}, None, *_INT4)
         for group in GROUPS
     },
+    Scheme("int8_row", "dynamic"): _entry(
+        "int-quantized", INT8_ROW, INT8_TOKEN, StoredAs("payload", "weight"), StoredAs("scale", "weight_scale")
+    ),
 }
 
 

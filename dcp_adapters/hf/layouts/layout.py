@@ -20,6 +20,7 @@ from qtensor.formats.float8 import Float8CurrentScaling
 from qtensor.formats.float8_blocks import Float8BlockScaling
 from qtensor.formats.float8_delayed import Float8DelayedScaling
 from qtensor.formats.int4 import GROUPS, Int4GroupScaling
+from qtensor.formats.int8 import Int8RowScaling
 from qtensor.formats.mxfp4 import MXFP4BlockScaling
 from qtensor.formats.mxfp8 import MXFP8BlockScaling
 from qtensor.formats.nvfp4 import NVFP4BlockScaling
@@ -41,6 +42,7 @@ KINDS: dict[str, Recipe] = {
     "nvfp4": NVFP4BlockScaling(),
     "mxfp4": MXFP4BlockScaling(),
     **{f"int4_{group}": Int4GroupScaling(group=group) for group in GROUPS},
+    "int8_row": Int8RowScaling(),
 }
 # Inputs of a linear without a calibrated scale: quantized on the fly, or, if that needs a scale, left as they are.
 UNCALIBRATED: dict[str, Inputs] = {
@@ -51,6 +53,7 @@ UNCALIBRATED: dict[str, Inputs] = {
     "nvfp4": "none",
     "mxfp4": "none",
     **{f"int4_{group}": "none" for group in GROUPS},
+    "int8_row": "dynamic",
 }
 
 

@@ -217,6 +217,7 @@ MODELOPT = ModelOpt(
         Scheme("fp8_block", "dynamic"): _BLOCKS,
         Scheme("fp8_block", "static"): _BLOCKS,
         **{Scheme(kind, "none"): _NOT_ITS for kind in ("mxfp4", "int4_32", "int4_64", "int4_128")},
+        Scheme("int8_row", "dynamic"): _NOT_ITS,
     },
 )
 register_layout(MODELOPT)

@@ -47,7 +47,8 @@ def scaled_quantizer(x: Tensor, recipe: Recipe, amax: Tensor | None, factor: flo
         # A value times 4 may overflow, and no scale can be made from an infinite amax.
         return fmt.quantizer((x * factor).clamp(-FLT_MAX, FLT_MAX), recipe, amax)
     assert amax is not None
-    return fmt.quantizer(x, recipe, (amax * factor).clamp(max=FLT_MAX))
+    # an infinite one marks a row
+    return fmt.quantizer(x, recipe, torch.where(amax < torch.inf, (amax * factor).clamp(max=FLT_MAX), amax))
 
 
 def spread(scales: Tensor, recipe: Recipe, columns: int) -> Tensor:

@@ -185,7 +185,7 @@ class Stack:
         """Return what decides the shared scales of each row, fp32 [rows, 1]; None for recipes without them."""
         if not kernels.shares_amax(recipe):
             return None
-        amaxes = kernels.row_amaxes(masters)
+        amaxes = kernels.row_amaxes(masters, recipe)
         return self._each_row([own.amax() for own in amaxes.split(self.rows)]) if tensor_wide(recipe) else amaxes
 
     def _each_row(self, numbers: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,9 @@
 
 fp8.py       E4M3 and E5M2 elements
 e2m1.py      E2M1 elements, two in a byte
+int8.py      whole numbers of eight bits
 int4.py      whole numbers of four bits, two in a byte
+nf4.py       quantiles of the normal distribution, two in a byte
 e8m0.py      powers of two as scales of blocks
 bf16.py      bf16 numbers as scales of blocks
 nibbles.py   codes of four bits, two in a byte

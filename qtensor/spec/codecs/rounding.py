@@ -4,7 +4,7 @@ The codecs beside it hand every value to `onto_grid`. Unless armed it does nothi
 follows rounds to nearest. Compiled code has no trace of it, and armed writes are never compiled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -56,6 +56,24 @@ def onto_grid(scaled: Tensor, eps: float, smallest_normal: float) -> Tensor:
     lower = steps.floor()
     draws = torch.rand(scaled.shape, generator=generator, dtype=torch.float32, device=scaled.device)
     return torch.copysign((lower + (draws < steps - lower)) * step, scaled)
+
+
+def onto_numbers(scaled: Tensor, numbers: Sequence[float]) -> Tensor:
+    """`scaled` itself; where armed, each as one of its two neighbours among `numbers`: `onto_grid` of a table.
+
+    Args:
+        scaled: fp32; what is beyond the first or the last number becomes that.
+        numbers: fp32 numbers, upwards.
+    """
+    generator = None if is_tracing() else _armed.get()
+    if generator is None:
+        return scaled
+    table = torch.tensor(numbers, dtype=torch.float32, device=scaled.device)
+    bounded = scaled.clamp(numbers[0], numbers[-1])
+    at = torch.bucketize(bounded, table[1:-1], right=True)  # of the lower neighbour
+    lower, upper = table[at], table[at + 1]
+    draws = torch.rand(scaled.shape, generator=generator, dtype=torch.float32, device=scaled.device)
+    return torch.where(draws < (bounded - lower) / (upper - lower), upper, lower)
 
 
 def nearest(scaled: Tensor, largest: float, eps: float, smallest_normal: float) -> Tensor:

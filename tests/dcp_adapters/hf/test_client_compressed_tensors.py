@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from qtensor import (
     Float8CurrentScaling,
     Int4GroupScaling,
+    Int8RowScaling,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -33,6 +34,7 @@ MXFP8 = MXFP8BlockScaling()
 NVFP4 = NVFP4BlockScaling()
 MXFP4 = MXFP4BlockScaling()
 INT4, INT4_64 = Int4GroupScaling(), Int4GroupScaling(group=64)
+INT8 = Int8RowScaling()
 MIXED = {"*.mlp.*": NVFP4, "*.self_attn.*": ROWS}
 EXCLUDED = ["model.layers.1.self_attn.*", "model.layers.0.mlp.down_proj"]
 
@@ -47,6 +49,7 @@ COMPRESSED_TENSORS: dict[str, tuple[Any, tuple[str, ...], list[str]]] = {
     "mxfp4": (MXFP4, (), []),
     "int4": (INT4, (), ["*.1.mlp.*"]),
     "int4_64": (INT4_64, (), []),
+    "int8_row": (INT8, (), []),
     "mixed_4_bits": ({"*.mlp.*": INT4_64, "*.self_attn.*": MXFP4}, (), EXCLUDED[1:]),
     "mixed": (MIXED, (), EXCLUDED),
     "mixed_static": ({"*.mlp.*": NVFP4, "*.self_attn.*": TENSOR}, ("self_attn.o_proj", "down_proj"), EXCLUDED[:1]),
@@ -104,9 +107,10 @@ class TestCompressedTensors:
             weight, inputs = scheme.weights, scheme.input_activations
             recipe = exported.quantized[module].recipe
             kinds = {TENSOR: (8, "tensor", None), ROWS: (8, "channel", None), MXFP8: (8, "group", 32)}
+            kinds |= {INT8: (8, "channel", None)}
             kinds |= {MXFP4: (4, "group", 32), INT4: (4, "group", 32), INT4_64: (4, "group", 64)}
             assert (weight.num_bits, weight.strategy, weight.group_size) == kinds.get(recipe, (4, "tensor_group", 16))
-            number = "int" if recipe in (INT4, INT4_64) else "float"
+            number = "int" if recipe in (INT4, INT4_64, INT8) else "float"
             assert (weight.type, weight.symmetric, weight.dynamic) == (number, True, False)
             static = module in exported.inputs
             if recipe == NVFP4:

@@ -42,6 +42,7 @@ READ = {
         "W4A16+32": "int4_32",
         "NVFP4": "nvfp4",
         "NVFP4A16": "nvfp4",
+        "W8A8": "int8_row",
     },
     "modelopt": {
         "FP8_DEFAULT_CFG+KV": "fp8_tensor",
@@ -58,7 +59,6 @@ REFUSED = {
         "W6A16": "integers packed into int32 (pack-quantized), of other bits or in other groups",
         "W4A16_ASYM": "zero points",
         "W4AFP8": "int8, or narrower integers in int8",
-        "W8A8": "int8",
     },
     "modelopt": {
         "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": "FP8 in blocks that this layout does not have",
@@ -68,7 +68,7 @@ REFUSED = {
 }
 WHOLE = {
     "compressed-tensors": {
-        "MXFP8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8A16", "MXFP4", "MXFP4A16", "W4A16", "W4A16+32",
+        "MXFP8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8A16", "MXFP4", "MXFP4A16", "W4A16", "W4A16+32", "W8A8",
     },
     "modelopt": set(READ["modelopt"]),
 }  # fmt: skip

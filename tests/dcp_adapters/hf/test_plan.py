@@ -23,6 +23,7 @@ from qtensor import (
     Float8CurrentScaling,
     Float8DelayedScaling,
     Int4GroupScaling,
+    Int8RowScaling,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -103,6 +104,7 @@ COMPRESSED = {
     ("int4_32", False): (Int4GroupScaling(), packed(64, 32)),
     ("int4_64", False): (Int4GroupScaling(group=64), packed(64, 64)),
     ("int4_128", False): (Int4GroupScaling(group=128), packed(128, 128)),
+    ("int8_row", False): (Int8RowScaling(), {"weight": (torch.int8, (32, 64)), "weight_scale": (F32, (32, 1))}),
 }
 OPT = {
     ("fp8_tensor", True): (TENSOR, {"weight": (F8, (32, 64)), "weight_scale": (F32, ()), "input_scale": (F32, ())}),

@@ -329,10 +329,20 @@ REFUSED = {
         ct(INT4, {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}),
         "inputs of num_bits 8, expected 4",
     ),
-    "int8": (
+    "int8 of the tensor": (
+        {"a.weight": codes(32, 64, dtype=torch.int8), "a.weight_scale": torch.ones(1)},
+        ct({**FP8_ROW, "type": "int", "strategy": "tensor"}),
+        "a: weight I8 [32, 64], weight_scale F32 [1]: int8",
+    ),
+    "int8 that is said to be a float": (
         {"a.weight": codes(32, 64, dtype=torch.int8), "a.weight_scale": torch.ones(32, 1)},
-        ct({**FP8_ROW, "type": "int"}),
-        "a: weight I8 [32, 64], weight_scale F32 [32, 1]: int8",
+        ct(FP8_ROW),
+        "type 'float', expected 'int'",
+    ),
+    "int4 in int8": (
+        {"a.weight": codes(32, 64, dtype=torch.int8), "a.weight_scale": torch.ones(32, 1)},
+        ct({**FP8_ROW, "num_bits": 4, "type": "int"}),
+        "num_bits 4, expected 8",
     ),
     "fp8 blocks, deepseek": (
         {"a.weight": fp8(), "a.weight_scale_inv": torch.ones(1, 1)},

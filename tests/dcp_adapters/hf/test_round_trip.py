@@ -18,6 +18,7 @@ from qtensor import (
     Float8CurrentScaling,
     Float8DelayedScaling,
     Int4GroupScaling,
+    Int8RowScaling,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -43,6 +44,7 @@ RECIPES = {
     "mxfp4": MXFP4BlockScaling(),
     "mxfp4, floor": MXFP4BlockScaling(scale_rounding="floor"),
     **{f"int4, {group}": Int4GroupScaling(group=group) for group in (32, 64, 128)},
+    "int8_row": Int8RowScaling(),
 }
 CONFIG = {"model_type": "tiny", "tie_word_embeddings": False}
 BETWEEN = "l.mlp.down_proj.input_scale"  # 0.7 is no fp32 number's reciprocal, and comes back as one that is
@@ -68,7 +70,7 @@ BLOCKS = ("fp8_block", "fp8_block, powers of two")
 GROUPS = tuple(name for name in RECIPES if name.startswith(("mxfp4", "int4")))
 ABSENT = {  # what a layout lacks: recipes without scales of inputs
     "compressed-tensors": (),
-    "modelopt": ("fp8_tensor", "fp8_delayed", *BLOCKS, *GROUPS),
+    "modelopt": ("fp8_tensor", "fp8_delayed", *BLOCKS, *GROUPS, "int8_row"),
     "fp8": (),
 }
 ALONE = {"fp8": BLOCKS, "mxfp4": ()}  # all that a layout has of linears

@@ -21,7 +21,7 @@ CONFIG = {"model_type": "tiny", "hidden_size": K, "tie_word_embeddings": False}
 EXPORTED = {
     each.name: each.recipe
     for each in recipes.TABLE
-    if getattr(each.recipe, "element", "e4m3") == "e4m3" and each.name != "float8_block_row"
+    if getattr(each.recipe, "element", "e4m3") == "e4m3" and not each.name.startswith(("float8_block_row", "nf4"))
 }
 
 

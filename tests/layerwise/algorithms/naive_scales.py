@@ -45,6 +45,18 @@ def float8_scale(amax: Array, recipe: Any) -> Array:
     return enc
 
 
+def fp32_grid(amax: Array, recipe: Any) -> tuple[Array, Array]:
+    """(enc, dec)."""
+    element = facts(recipe).element
+    if element.table:
+        return F32(1) / np.maximum(amax, F32(1e-38)), amax
+    if element.uniform:
+        dec = np.maximum(amax / F32(127.5), F32(2.0**-126))
+        return F32(1) / dec, dec
+    enc = float8_scale(amax, recipe)
+    return enc, F32(1) / enc
+
+
 def mxfp8_code(amax: Array, recipe: Any) -> Array:
     element = facts(recipe).element
     if recipe.scale_rounding == "up":
@@ -71,8 +83,7 @@ def own_scale(x: Array, recipe: Any) -> tuple[Array, Array]:
     """(enc, dec) of Max, one for each block."""
     amax = amaxes(x, recipe)
     if facts(recipe).scale is FP32:
-        enc = float8_scale(amax, recipe)
-        return enc, F32(1) / enc
+        return fp32_grid(amax, recipe)
     if facts(recipe).scale is E8M0:
         code = mxfp8_code(amax, recipe)
         return np.ldexp(F32(1), 127 - code), np.ldexp(F32(1), code - 127)
@@ -98,8 +109,7 @@ def candidate_scales(x: Array, recipe: Any) -> Iterator[tuple[Array, Array]]:
         return
     for multiple in MULTIPLES:
         if facts(recipe).scale is FP32:
-            enc = float8_scale(amax * F32(multiple), recipe)
-            yield enc, F32(1) / enc
+            yield fp32_grid(amax * F32(multiple), recipe)
         elif facts(recipe).scale is BF16:
             scale = int4_scale(amax * F32(multiple))
             yield 1 / scale.astype(np.float64), scale
@@ -115,7 +125,7 @@ def errors(x: Array, recipe: Any, enc: Array, dec: Array, hessian: Array | None 
         np.repeat(np.repeat(each, rows, axis=0), columns, axis=1)[: x.shape[0], : x.shape[1]] for each in (enc, dec)
     )
     element = facts(recipe).element
-    decoded = element.nearest(x / dec if element.uniform else x * enc) * dec
+    decoded = element.nearest(x / dec if facts(recipe).scale is BF16 else x * enc) * dec
     error = decoded.astype(np.float64) - x.astype(np.float64)
     if hessian is None:
         return blocks_of(error**2, recipe).sum(axis=(1, 3))

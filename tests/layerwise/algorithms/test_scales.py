@@ -284,6 +284,8 @@ def test_elements_that_are_not_finite_do_not_count(recipe: Any) -> None:
     without[41, 90], broken[41, 90] = 0.0, -torch.inf
     expected, found = decided(Mse(), without, recipe), decided(Mse(), broken, recipe)
     for name, part in expected.quantizer.items():
+        if format_of(recipe).marks_rows:
+            part[40:42] = torch.nan
         assert same_bytes(found.quantizer[name], part), name
 
 

@@ -1,8 +1,8 @@
 """What is quantized. Blocks are lists of fp32 bits, made of fractions; a recipe says how they are laid in a matrix.
 
 ties         the middle between each two neighbours of the element, of both signs, and an ulp beside it, under the
-             scale 1 (recipes that only cut blocks in another way: some of them); INT4, NVFP4: and
-             under scales that are no powers of two
+             scale 1 (recipes that only cut blocks in another way, and INT8: some of them); INT4, INT8, NF4,
+             NVFP4: and under scales that are no powers of two
 turns        amaxes an ulp beside what the element can hold, and beside a power of two; NVFP4: beside the middles
              between scales of blocks
 limits       amaxes at the ends of fp32, and where a scale reaches its own end
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.qtensor.vectors.numbers import BF16, E4M3, FP32, power
-from tests.qtensor.vectors.oracle import NVFP4, Int4, Scheme
+from tests.qtensor.vectors.oracle import BOUNDS, NF4, NVFP4, Int4, Int8, Scheme
 
 NAN, MINUS_NAN, INFINITE, MINUS = 0x7FC00001, 0xFFA00000, 0x7F800000, 0x80000000
 Block = list[int]
@@ -101,6 +101,10 @@ def _middles(scheme: Scheme) -> list[Fraction]:
     """Between neighbours of the element, upwards."""
     if isinstance(scheme, Int4):
         return [Fraction(2 * n + 1, 2) for n in range(8)]
+    if isinstance(scheme, Int8):  # those of few bits, and the largest: a product is rounded more often beside them
+        return [Fraction(2 * n + 1, 2) for n in (*range(10), *range(30, 128, 8), 125, 126)]
+    if isinstance(scheme, NF4):
+        return sorted({abs(bound) for bound in BOUNDS})
     codes = scheme.number.magnitudes
     return [(low + high) / 2 for low, high in pairwise(codes)]
 
@@ -110,6 +114,8 @@ def _uneven(scheme: Scheme) -> list[Fraction]:
     few = slice(None, None, 3 if _few(scheme) else 1)
     if isinstance(scheme, Int4):
         return [Fraction(n, 128) for n in (129, 171, 213, 255)][few]
+    if isinstance(scheme, Int8 | NF4):
+        return [Fraction(n, 2**23) for n in (2**23 + 1, 11184811, 13421773, 2**24 - 1)][few]
     return [Fraction(n, 8) for n in range(9, 16)][few] if isinstance(scheme, NVFP4) else []
 
 
@@ -121,7 +127,9 @@ def _ties_under(scale: Fraction, scheme: Scheme) -> Block:
 
 def _pin(scheme: Scheme) -> Fraction:
     """The amax whose scale is 1."""
-    return Fraction(15, 2) if isinstance(scheme, Int4) else scheme.number.largest
+    if isinstance(scheme, Int4 | Int8):
+        return Fraction(15, 2) if isinstance(scheme, Int4) else Fraction(255, 2)
+    return Fraction(1) if isinstance(scheme, NF4) else scheme.number.largest
 
 
 def _turns(scheme: Scheme) -> list[int]:
@@ -144,6 +152,11 @@ def _limits(scheme: Scheme) -> list[Block]:
     elif isinstance(scheme, Int4):
         ends += [_bits(pin * power(-134)) + ulps for ulps in (-1, 0, 2, 8)]  # half of the least bf16
         ends += [_bits(pin * power(-133))]
+    elif isinstance(scheme, Int8):
+        ends += [_bits(pin * power(-126)) + ulps for ulps in (-1, 0, 1)]  # the least scale
+    elif isinstance(scheme, NF4):
+        least = _bits(Fraction(1, 10**38))  # that is divided by
+        ends += [least - 1, _bits(Fraction(1, 2 * 10**38)), least, least + 1]
     elif scheme.stored is np.uint8:
         ends += [_bits(pin * power(-127)) + ulps for ulps in (-1, 0, 1)]  # code 0
         ends += [_bits(pin * power(-126)) + ulps for ulps in (0, 1)]
@@ -168,7 +181,7 @@ def _bits(x: Fraction) -> int:
 
 def _whole_blocks(scheme: Scheme) -> bool:
     """Whether the recipe takes no blocks that are cut."""
-    return scheme.nan is not None
+    return scheme.nan is not None and scheme.columns is not None
 
 
 def _few(scheme: Scheme) -> bool:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from tests.qtensor.vectors.cases import Case, cases_of
-from tests.qtensor.vectors.numbers import E2M1, E4M3, E5M2
-from tests.qtensor.vectors.oracle import MX, NVFP4, Float8, Int4, Scheme, quantize
+from tests.qtensor.vectors.numbers import E2M1, E4M3, E5M2, FP32
+from tests.qtensor.vectors.oracle import MX, NF4, NVFP4, Float8, Int4, Int8, Scheme, quantize
 
 FOLDER = Path(__file__).resolve().parents[3] / "qtensor" / "vectors"
 ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
-ITEM = {"F32": np.uint32, "BF16": np.uint16, "U8": np.uint8, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8}
+ITEM = {"F32": np.uint32, "BF16": np.uint16, "U8": np.uint8, "I8": np.uint8, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8}
 
 
 def schemes() -> Iterator[tuple[str, Scheme]]:
@@ -48,6 +48,12 @@ def schemes() -> Iterator[tuple[str, Scheme]]:
         yield f"int4_{group}", Int4(recipe=recipe, columns=group, stored=np.uint16, nan=0x7FC0)
 
 
+    yield "int8_row", Int8(recipe={"type": "Int8RowScaling"}, nan=FP32.nan)
+    for block in (32, 64, 128):
+        recipe = {"type": "NF4BlockScaling", "block": block}
+        yield f"nf4_{block}", NF4(recipe=recipe, columns=block, nan=FP32.nan)
+
+
 SQUARE = ("e4m3", "square", "up")
 EVERY_TIE = ("float8_e4m3_row", "float8_e5m2_row", "mxfp8_e4m3_1x32_up", "mxfp8_e5m2_1x32_up")
 # Rounding a scale to a power of two knows nothing of the element: once will do, for E5M2.
@@ -77,8 +83,10 @@ def _dtype(scheme: Scheme, part: str) -> str:
     if part == "payload":
         if scheme.packed:
             return "U8"
+        if isinstance(scheme, Int8):
+            return "I8"
         return "F8_E4M3" if scheme.number is E4M3 else "F8_E5M2"
-    if part == "global_scale" or isinstance(scheme, Float8):
+    if part == "global_scale" or isinstance(scheme, Float8 | Int8 | NF4):
         return "F32"
     return {MX: "U8", NVFP4: "F8_E4M3", Int4: "BF16"}[type(scheme)]
 

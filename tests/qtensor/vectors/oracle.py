@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,23 @@ from tests.qtensor.vectors.numbers import (
 )
 
 ZERO, ONE = Fraction(0), Fraction(1)
+# the digits that QLoRA's paper gives, as the fp32 numbers that they stand for
+QUANTILES = [
+    -value if text.startswith("-") else value
+    for text in (
+        *("-1.0", "-0.6961928009986877", "-0.5250730514526367", "-0.39491748809814453"),
+        *("-0.28444138169288635", "-0.18477343022823334", "-0.09105003625154495", "0.0"),
+        *("0.07958029955625534", "0.16093020141124725", "0.24611230194568634", "0.33791524171829224"),
+        *("0.44070982933044434", "0.5626170039176941", "0.7229568362236023", "1.0"),
+    )
+    if isinstance(value := fp32(abs(Fraction(text))), Fraction)
+]
+# fp32 sums of neighbours, halved; the signs of both are the same, or one is zero
+BOUNDS = [
+    (1 if low + high > 0 else -1) * bound / 2
+    for low, high in pairwise(QUANTILES)
+    if isinstance(bound := fp32(abs(low + high)), Fraction)
+]
 
 
 class Scale(NamedTuple):
@@ -145,6 +163,58 @@ class Int4(Scheme):
         return True
 
 
+class Int8(Scheme):
+    """One fp32 scale a row; NaN marks the row, whose codes are zeros then."""
+
+    def scale(self, amax: Fraction) -> Scale:
+        dec = max(fp32(amax * Fraction(2, 255)), power(-126))
+        assert isinstance(dec, Fraction)
+        enc = quotient(ONE, dec)
+        assert isinstance(enc, Fraction)
+        return Scale(FP32.bits_of(dec), enc, dec)
+
+    def element(self, magnitude: Fraction, negative: bool, scale: Scale) -> tuple[int, Magnitude, bool]:
+        """A whole number has one zero; codes are of two's complement."""
+        steps = fp32(magnitude * scale.enc)
+        assert isinstance(steps, Fraction)
+        q = min(max(round(-steps if negative else steps), -128), 127)
+        return q % 256, fp32(abs(q) * scale.dec), q < 0
+
+    @property
+    def of_nothing(self) -> int:
+        return 0
+
+
+class NF4(Scheme):
+    """One fp32 scale a block, its amax; a code is the place of a number in a table."""
+
+    def scale(self, amax: Fraction) -> Scale:
+        least = fp32(Fraction(1, 10**38))
+        assert isinstance(least, Fraction)
+        enc = quotient(ONE, max(amax, least))
+        assert isinstance(enc, Fraction)
+        return Scale(FP32.bits_of(amax), enc, amax)
+
+    def element(self, magnitude: Fraction, negative: bool, scale: Scale) -> tuple[int, Magnitude, bool]:
+        """On a bound the code is the one below. The table has one zero."""
+        scaled = fp32(magnitude * scale.enc)
+        assert isinstance(scaled, Fraction)
+        code = self.place(-scaled if negative else scaled)
+        value = QUANTILES[code]
+        return code, fp32(abs(value) * scale.dec), value < 0
+
+    def place(self, scaled: Fraction) -> int:
+        return sum(scaled > bound for bound in BOUNDS)
+
+    @property
+    def of_nothing(self) -> int:
+        return QUANTILES.index(ZERO)
+
+    @property
+    def packed(self) -> bool:
+        return True
+
+
 def quantize(x: np.ndarray, scheme: Scheme) -> dict[str, np.ndarray]:
     """Parts and values of fp32 numbers, all as bits: x uint32 [.., N, K], codes uint8, values uint32."""
     *stack, rows, columns = x.shape
@@ -162,11 +232,12 @@ def quantize(x: np.ndarray, scheme: Scheme) -> dict[str, np.ndarray]:
         scale = scheme.scale(_amax(block))
         whole = all(FP32.value_of(int(bits)) is not None for bits in block.flat)
         marked = not whole and scheme.nan is not None
+        zeroed = marked and isinstance(scheme, Int8)
         scales[matrix, down, left // wide] = scheme.nan if marked else scale.bits
         for place, bits in np.ndenumerate(block):
             code, value = _coded(int(bits), scheme, scale)
             at = (matrix, top + place[0], left + place[1])
-            codes[at], values[at] = code, FP32.nan if marked else value
+            codes[at], values[at] = 0 if zeroed else code, FP32.nan if marked else value
     if scheme.packed:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
     scale_shape = () if scheme.rows is None else (*stack, rows, scales.shape[-1])

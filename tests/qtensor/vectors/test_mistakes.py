@@ -13,7 +13,7 @@ import pytest
 from tests.qtensor.vectors import numbers
 from tests.qtensor.vectors.files import SCHEMES, cases
 from tests.qtensor.vectors.numbers import E4M3, FP32, Floating, Magnitude, fp32, power
-from tests.qtensor.vectors.oracle import MX, NVFP4, Float8, Int4, Scale, Scheme, quantize
+from tests.qtensor.vectors.oracle import BOUNDS, MX, NF4, NVFP4, Float8, Int4, Int8, Scale, Scheme, quantize
 
 
 class AwayFromZero(Floating):
@@ -111,18 +111,67 @@ class OverSeven(Int4):
         return super().scale(fp32(amax * Fraction(15, 14)))
 
 
+class Quotients(Int8):
+    """Elements are divided by the scale, as compressed-tensors has it."""
+
+    def element(self, magnitude: Fraction, negative: bool, scale: Scale) -> tuple[int, Magnitude, bool]:
+        steps = numbers.quotient(magnitude, scale.dec)
+        q = min(max(round(-steps if negative else steps), -128), 127)
+        return q % 256, fp32(abs(q) * scale.dec), q < 0
+
+
+class Over127(Int8):
+    """amax / 127 for amax / 127.5."""
+
+    def scale(self, amax: Fraction) -> Scale:
+        return super().scale(fp32(amax * Fraction(255, 254)))
+
+
+class Symmetric(Int8):
+    """No code is -128."""
+
+    def element(self, magnitude: Fraction, negative: bool, scale: Scale) -> tuple[int, Magnitude, bool]:
+        code, value, sign = super().element(magnitude, negative, scale)
+        return (129, fp32(127 * scale.dec), sign) if code == 128 else (code, value, sign)
+
+
+class TiesUp(NF4):
+    """A bound belongs to the number above."""
+
+    def place(self, scaled: Fraction) -> int:
+        return sum(scaled >= bound for bound in BOUNDS)
+
+
+class DividedByAmax(NF4):
+    """Elements are divided by the scale."""
+
+    def element(self, magnitude: Fraction, negative: bool, scale: Scale) -> tuple[int, Magnitude, bool]:
+        by = max(scale.dec, 1 / FP32.largest)
+        return super().element(fp32(magnitude / by), negative, Scale(scale.bits, Fraction(1), scale.dec))
+
+
+class NoLeast(NF4):
+    """The reciprocal of an amax is not bounded."""
+
+    def scale(self, amax: Fraction) -> Scale:
+        enc = Fraction(1) if amax == 0 else numbers.bounded(numbers.quotient(Fraction(1), amax), FP32.largest)
+        return Scale(FP32.bits_of(amax), enc, amax)
+
+
 SCALES: dict[type[Scheme], tuple[type[Scheme], ...]] = {
     Float8: (Reciprocal, AmaxOverMax),
     NVFP4: (Divided, NoSubnormalScales),
     MX: (Logarithm,),
     Int4: (Multiplied, OverSeven),
+    Int8: (Quotients, Over127, Symmetric),
+    NF4: (TiesUp, DividedByAmax, NoLeast),
 }
 
 
 def mistakes() -> Iterator[tuple[str, str, Scheme]]:
     """(file, what is wrong, the wrong recipe)"""
     for name, scheme in SCHEMES.items():
-        if not isinstance(scheme, Int4):
+        if not isinstance(scheme, Int4 | Int8 | NF4):
             for kind in (AwayFromZero, Truncating, NoSubnormals):
                 yield name, kind.__name__, dataclasses.replace(scheme, number=kind(**dataclasses.asdict(scheme.number)))
         for mistake in SCALES[type(scheme)]:

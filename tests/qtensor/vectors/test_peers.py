@@ -26,11 +26,24 @@ SAME = {  # (library, file): the cases that have the same bytes; limits_0, limit
     ("modelopt", "mxfp8_e4m3_1x32_up"): PLAIN,
     ("modelopt", "mxfp4_up"): {"typical"},
     ("modelopt", "nvfp4_1x16"): {"typical"},
+    ("torchao", "int8_row"): {"ties", "typical"},
+    ("compressed-tensors", "int8_row"): {"turns", "typical"},
+    **{("bitsandbytes", f"nf4_{block}"): PLAIN | {"turns", "limits"} for block in (32, 64, 128)},
     **{("compressed-tensors", f"int4_{group}"): {"ties", "turns", "typical"} for group in (32, 64, 128)},
 }
 
 
+def torchao_int8(x: Tensor, recipe: dict[str, Any]) -> Parts:
+    from torchao.quantization import PerRow
+    from torchao.quantization.quantize_.workflows.int8 import int8_tensor
+
+    held = int8_tensor.Int8Tensor.from_hp(x.float(), PerRow())
+    return {"payload": held.qdata, "scale": held.scale}
+
+
 def torchao(x: Tensor, recipe: dict[str, Any]) -> Parts:
+    if recipe["type"] == "Int8RowScaling":
+        return torchao_int8(x, recipe)
     from torchao.prototype.mx_formats import mx_tensor, nvfp4_tensor
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
 
@@ -63,6 +76,11 @@ def compressed_tensors(x: Tensor, recipe: dict[str, Any]) -> Parts:
     from compressed_tensors.quantization.lifecycle import forward
     from compressed_tensors.quantization.utils import helpers
 
+    if recipe["type"] == "Int8RowScaling":
+        args = quantization.QuantizationArgs(num_bits=8, type="int", strategy="channel", symmetric=True)
+        x = x.float()
+        scale, zero_point = helpers.calculate_qparams(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), args)
+        return {"payload": forward.quantize(x, scale, zero_point, args, dtype=torch.int8), "scale": scale}
     group = recipe["group"]
     args = quantization.QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group, symmetric=True)
     blocks = x.unflatten(-1, (-1, group))
@@ -72,10 +90,18 @@ def compressed_tensors(x: Tensor, recipe: dict[str, Any]) -> Parts:
     return {"payload": pack_quantized.helpers.pack_to_int32(codes, 4), "scale": scale}
 
 
+def bitsandbytes(x: Tensor, recipe: dict[str, Any]) -> Parts:
+    from bitsandbytes import functional
+
+    payload, state = functional.quantize_4bit(x.contiguous(), blocksize=recipe["block"], quant_type="nf4")
+    return {"payload": payload >> 4 | payload << 4, "scale": state.absmax}  # there the high nibble comes first
+
+
 QUANTIZE: dict[str, tuple[str, Callable[[Tensor, dict[str, Any]], Parts]]] = {
     "torchao": ("torchao", torchao),
     "modelopt": ("modelopt", modelopt),
     "compressed-tensors": ("compressed_tensors", compressed_tensors),
+    "bitsandbytes": ("bitsandbytes", bitsandbytes),
 }
 
 
