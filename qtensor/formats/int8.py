@@ -88,7 +88,7 @@ class _Int8(Format):
         return (largest >= int8.LARGEST) | scale.isnan() | (scale == LEAST)
 
     def grain(self, recipe: Int8RowScaling) -> Grain:
-        return Grain(22, 7)
+        return Grain(21, 6)  # 2^6 of the largest unit is 2^127, below which a lattice begins
 
     def snap(self, scaled: Tensor, recipe: Int8RowScaling) -> Tensor:
         return int8.snapped(scaled)

@@ -12,7 +12,8 @@ the generator for just the write of an in-place operation (`rounding.armed`). So
 
 Only elements are rounded stochastically. Scales are those of nearest mode, and values are clamped to the largest
 element first. So values that nearest mode saturates (NVFP4 blocks whose scale was rounded down, MXFP8 and MXFP4 with
-scale_rounding="floor", INT4 above 7) or flushes to 0 (NVFP4 blocks whose scale is 0) do not arrive on average either.
+scale_rounding="floor", INT4 above 7, INT8 above 127) or flushes to 0 (NVFP4 blocks whose scale is 0) do not arrive on
+average either.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

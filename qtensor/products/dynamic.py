@@ -6,6 +6,8 @@ The input is quantized on the fly in the weight's format, every row (token) by i
     MXFP8    1x32 blocks
     MXFP4    1x32 blocks
     INT4     groups along K
+    INT8     one scale a row
+    NF4      blocks along K
     NVFP4    1x16 blocks under a global scale a row
 
 No amax is taken over several tokens, so the bytes of a token depend on that token alone: not on the batch, its padding,

@@ -1,11 +1,12 @@
 """Products of quantized operands in bf16, where nothing is rounded that would not be rounded otherwise.
 
-Where the hardware has no product for a format, its operands are decoded. Elements have at most four significant bits,
-and so have most of them under the scale of their block:
+Where the hardware has no product for a format, its operands are decoded. Elements have few significant bits, and so
+have most of them under the scale of their block:
 
     MXFP8, MXFP4   q * 2^s                   at most 4 bits
     NVFP4          q * s, s in E4M3          2 bits * 4 bits: at most 6
     Float8         q                         at most 4
+    INT8           q                         at most 7
 
 bf16 holds 8. So a bf16 product at full speed multiplies the very numbers that an fp32 one would, and adds them as
 torch's bf16 products do: in fp32, but for the parts of a long sum that is split, if torch's switch

@@ -3,8 +3,8 @@
 A `PartSpec` says how one part extends along the logical shape [.., N, K]; all code that cuts, joins, checks or saves
 parts uses it, so no other code needs to know a format by name. A `Format` has the numerics, and a `Route` says how the
 hardware multiplies. A format is one file (float8.py, float8_blocks.py, float8_delayed.py, int4.py, int8.py, mxfp4.py,
-mxfp8.py, nf4.py, nvfp4.py) with its recipe, its numerics and its tensor class, built from the codecs in codecs/; `register`
-(registry.py) makes it known.
+mxfp8.py, nf4.py, nvfp4.py) with its recipe, its numerics and its tensor class, built from the codecs in codecs/;
+`register` (registry.py) makes it known.
 """
 
 import abc

@@ -5,9 +5,9 @@
 
 The lattice is so fine that the values of one code are at most 2^15 steps away from the code's own on either side:
 
-    element     E4M3     E5M2     E2M1     INT4          E4M3 under a scale that saturates ("floor")
-    mantissa    18 bits  17 bits  16 bits  17 bits       17 bits
-    2^E / unit  2^-6     2^-14    1        4             2^-6
+    element     E4M3     E5M2     E2M1     INT4     INT8     NF4           E4M3 under a scale that saturates ("floor")
+    mantissa    18 bits  17 bits  16 bits  17 bits  21 bits  16 bits       17 bits
+    2^E / unit  2^-6     2^-14    1        4        64       1/4           2^-6
 
 A master has to be on the lattice before its code is chosen. Rounding it behind that, within the values of its code,
 would hold it where the code ends, for ever, if its updates are small. So there are two roundings:

@@ -339,14 +339,15 @@ def quantize(x: Tensor, recipe: Recipe) -> QuantizedTensor:
 
     Args:
         x: bf16, fp16 or fp32 [.., K], 1-D and up, on any device. K must be a multiple of the recipe's block (MXFP8 and
-            MXFP4 32, NVFP4 16, INT4 its group; any K fits Float8); for square blocks N too. Square blocks need 2-D and
-            up.
+            MXFP4 32, NVFP4 16, INT4 its group, NF4 its block; any K fits Float8 and INT8); for square blocks N too.
+            Square blocks need 2-D and up.
         recipe: Float8CurrentScaling, Float8DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, MXFP4BlockScaling,
-            NVFP4BlockScaling or Int4GroupScaling.
+            NVFP4BlockScaling, Int4GroupScaling, Int8RowScaling or NF4BlockScaling.
 
     Returns:
-        A tensor of the format's class (Float8Tensor, MXFP8Tensor, MXFP4Tensor, NVFP4Tensor or Int4Tensor) of the same
-        shape, appearance dtype and device, detached from autograd. The formulas are in the module of the format.
+        A tensor of the format's class (Float8Tensor, MXFP8Tensor, MXFP4Tensor, NVFP4Tensor, Int4Tensor, Int8Tensor or
+        NF4Tensor) of the same shape, appearance dtype and device, detached from autograd. The formulas are in the
+        module of the format.
 
     Raises:
         TypeError: x is quantized already, a DTensor, or not bf16, fp16 or fp32; or `recipe` is not a recipe.

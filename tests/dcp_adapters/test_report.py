@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 # not those whose encoding scales are rounded down to powers of two, which leaves room above: nothing is clipped
 RECIPES = recipes(lambda each: not getattr(each.recipe, "power_of_two", False))
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
-counted_recipes = pytest.mark.parametrize(
-    "recipe", [name for name in RECIPES if facts(RECIPES[name]).element.floating]
-)
+counted_recipes = pytest.mark.parametrize("recipe", [name for name in RECIPES if facts(RECIPES[name]).element.floating])
 SHAPE = (64, 96)
 
 

@@ -16,8 +16,10 @@ from qtensor import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Int4GroupScaling,
+    Int8RowScaling,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
+    NF4BlockScaling,
     NVFP4BlockScaling,
 )
 from qtensor.spec.blocks import BlockFacts, scatter_blocks
@@ -39,6 +41,8 @@ CHOICES: dict[type[Any], dict[str, tuple[Any, ...]]] = {
     MXFP4BlockScaling: {"scale_rounding": ("up", "floor")},
     NVFP4BlockScaling: {"blocks": ("row", "square")},
     Int4GroupScaling: {"group": (32, 64, 128)},
+    Int8RowScaling: {},
+    NF4BlockScaling: {"block": (32, 64, 128)},
 }
 RECIPES = [
     kind(**dict(zip(options, values, strict=True)))
@@ -54,6 +58,8 @@ KEPT = [
     MXFP4BlockScaling(scale_rounding="floor"),
     NVFP4BlockScaling(blocks="square"),
     Int4GroupScaling(),
+    Int8RowScaling(),
+    NF4BlockScaling(),
 ]
 
 
@@ -112,6 +118,10 @@ def step_of(x: Tensor, parts: Mapping[str, Tensor], recipe: Any) -> Tensor:
         bits, least = 16, 0
     elif isinstance(recipe, Int4GroupScaling):
         bits, least = 17, 2
+    elif isinstance(recipe, Int8RowScaling):
+        bits, least = 21, 6
+    elif isinstance(recipe, NF4BlockScaling):
+        bits, least = 16, -2
     else:
         saturates = isinstance(recipe, MXFP8BlockScaling) and not e5m2 and recipe.scale_rounding == "floor"
         bits, least = (17, -14) if e5m2 else (18 - saturates, -6)

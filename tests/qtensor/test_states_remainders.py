@@ -16,6 +16,7 @@ from qtensor import (
     Int4GroupScaling,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
+    NF4BlockScaling,
     NVFP4BlockScaling,
 )
 from qtensor.spec.registry import format_of
@@ -45,6 +46,8 @@ def largest(recipe: Any) -> int:
         return 2**15 - 1
     if isinstance(recipe, (MXFP8BlockScaling, MXFP4BlockScaling)) or getattr(recipe, "power_of_two", False):
         return 2**14
+    if isinstance(recipe, NF4BlockScaling):
+        return 26128
     # the unit of INT4 has 8 bits: it is at most 2 - 2^-7 powers of two
     return 2**15 - 2**7 if isinstance(recipe, Int4GroupScaling) else 2**15 - 1
 

@@ -48,7 +48,9 @@ def grid(recipe: Any, sign: int = 1) -> Tensor:
     """fp64: every finite magnitude of the element of a sign, ascending, read from its codes."""
     element = facts(recipe).element
     if element.table:
-        return torch.tensor([sign * value for value in element.table if sign * value >= 0], dtype=torch.float64).sort()[0]
+        return torch.tensor([sign * value for value in element.table if sign * value >= 0], dtype=torch.float64).sort()[
+            0
+        ]
     codes = np.arange(2 ** (element.bits - 1) + element.uniform, dtype=np.uint8)  # 0 .. 8 of whole numbers
     values = torch.from_numpy(codes.astype(np.float64) if element.uniform else element.values(codes))
     return values[values.isfinite()]

@@ -7,7 +7,6 @@ middle of both, rounded to fp32, and belongs to the lower one.
 import torch
 from torch import Tensor
 
-from qtensor.spec.blocks import fp32
 from qtensor.spec.codecs.nibbles import packed, unpacked
 from qtensor.spec.codecs.rounding import onto_numbers
 
@@ -30,10 +29,26 @@ TABLE = (
     0.7229568362236023,
     1.0,
 )
-BOUNDS = tuple(fp32(low + high) / 2 for low, high in zip(TABLE, TABLE[1:], strict=False))  # between neighbours
-ZERO = TABLE.index(0.0)
+# between neighbours: half of their fp32 sums
+BOUNDS = (
+    -0.8480963706970215,
+    -0.6106328964233398,
+    -0.4599952697753906,
+    -0.33967941999435425,
+    -0.23460739850997925,
+    -0.13791173696517944,
+    -0.045525018125772476,
+    0.03979014977812767,
+    0.120255246758461,
+    0.2035212516784668,
+    0.2920137643814087,
+    0.3893125355243683,
+    0.5016634464263916,
+    0.6427869200706482,
+    0.8614784479141235,
+)
 # of qtensor.spec.format.Grain. Nowhere is a number further from its element than the lattice has 32767 steps: at most
-# 26216, between the elements -0.28 and -0.18 where the unit is nearly two powers of two
+# 26128, between the elements -0.28 and -0.18 where the unit is nearly two powers of two
 GRAIN = (16, -2)
 
 

@@ -61,7 +61,7 @@ def compressed_tensors(out: Path, presets: list[str]) -> None:
         expected = {}
         for name, child in linears.items():
             how = child.quantization_scheme
-            known = how.weights.type == "float" or "weight_shape" in own(child)
+            known = how.weights.type == "float" or "weight_shape" in own(child) or how.weights.strategy == "channel"
             if known and how.weights.symmetric:
                 expected[f"{name}.weight"] = values_of(own(child), how.weights)
         target = out / preset
@@ -81,7 +81,7 @@ def values_of(tensors: dict[str, Tensor], args: Any) -> Tensor:
     from compressed_tensors.quantization.lifecycle.forward import dequantize
 
     codes, scale = tensors.get("weight"), tensors["weight_scale"]
-    if args.type == "int":
+    if args.type == "int" and codes is None:
         from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
         codes = unpack_from_int32(tensors["weight_packed"], args.num_bits, tensors["weight_shape"])

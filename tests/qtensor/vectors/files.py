@@ -47,7 +47,6 @@ def schemes() -> Iterator[tuple[str, Scheme]]:
         recipe = {"type": "Int4GroupScaling", "group": group}
         yield f"int4_{group}", Int4(recipe=recipe, columns=group, stored=np.uint16, nan=0x7FC0)
 
-
     yield "int8_row", Int8(recipe={"type": "Int8RowScaling"}, nan=FP32.nan)
     for block in (32, 64, 128):
         recipe = {"type": "NF4BlockScaling", "block": block}
