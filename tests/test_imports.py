@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # modules that nothing else imports -> the library that they are a plug-in of
-PLUGINS = {"dcp_adapters/transformers.py": {"transformers"}}
+PLUGINS = {f"dcp_adapters/transformers/{name}.py": {"transformers"} for name in ("config", "conversion", "quantizer")}
 
 # package -> its folders, from the lowest on: each may import those before it; "." is the modules beside __init__, but
 # for those that stand here by their names
@@ -65,7 +65,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
         *("save.write_items", "save.steps", "save", "load", "convert"),
         *("hf.files", "hf.layouts", "hf.models", "hf.reading", "hf.checking", "hf.sources", "hf.exporting", "hf"),
         *("adopting.outcome", "adopting.source", "adopting.sources", "adopting"),
-        *("gguf", "digests", "delta.patches", "delta", "streams", "cli", "cli.deltas", "cli.report", "."),
+        *("gguf", "digests", "delta.patches", "delta", "streams", "transformers", "cli", "cli.deltas", "cli.report", "."),
     ),
     "layerwise": (
         *("algorithms.algorithm", "algorithms.solvers", "algorithms", "formats", "stages", "weights", "statistics"),

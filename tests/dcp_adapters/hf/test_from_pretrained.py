@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from dcp_adapters import export_hf, import_hf
-from dcp_adapters.transformers import QTensorConfig
+from dcp_adapters.transformers import QTensorConfig, quantized_config
 from qtensor import (
     Float8CurrentScaling,
     MasterWeightOptimizer,
@@ -32,6 +32,7 @@ from qtensor import (
 )
 from tests.dcp_adapters.cases import bits
 from tests.dcp_adapters.hf.exports import PROMPT, llama, loaded, raw
+from tests.dcp_adapters.hf.renamed_models import built
 from tests.ranks import run_ranks
 from tests.recipes import MAIN
 
@@ -213,6 +214,21 @@ def test_experts_stay_dense_and_keep_their_names_in_the_files(tmp_path: Path) ->
     own, its = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "exported"))
     assert own.keys() == its.keys()
     assert all(torch.equal(raw(own[name]), raw(its[name])) for name in own)
+
+
+def test_what_was_saved_has_the_names_that_the_files_had(tmp_path: Path) -> None:
+    """transformers gives tensors the names of files once it has them from us; they must not be in these names then."""
+    made = built("LlavaForConditionalGeneration")
+    made.save_pretrained(tmp_path / "dense")
+    config = QTensorConfig(MXFP8BlockScaling(), exclude=["*vision*", "*projector*", "lm_head"])
+    model = type(made).from_pretrained(tmp_path / "dense", quantization_config=config)
+    model.save_pretrained(tmp_path / "saved")
+    dense, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("dense", "saved"))
+    assert {name.removesuffix("_scale") for name in saved} == dense.keys()
+    told = type(made).from_pretrained(
+        tmp_path / "saved", config=quantized_config(tmp_path / "saved"), output_loading_info=True
+    )[1]
+    assert not any(told.values()), told
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
