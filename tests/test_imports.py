@@ -25,7 +25,10 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # modules that nothing else imports -> the library that they are a plug-in of
-PLUGINS = {f"dcp_adapters/transformers/{name}.py": {"transformers"} for name in ("config", "conversion", "quantizer")}
+PLUGINS = {
+    f"dcp_adapters/transformers/{name}.py": {"transformers"}
+    for name in ("config", "conversion", "quantizer", "trainer")
+}
 
 # package -> its folders, from the lowest on: each may import those before it; "." is the modules beside __init__, but
 # for those that stand here by their names

@@ -16,6 +16,7 @@ its config.json names, unless a `config=` says otherwise; `quantized_config` mak
 config.py     QTensorConfig and quantized_config: what is asked
 conversion.py how tensors of the files become weights: quantized, or taken over
 quantizer.py  what transformers asks while it loads and saves
+trainer.py    QuantizedTrainer: a Trainer that goes on from its checkpoints; imported by itself, since it takes long
 """
 
 from dcp_adapters.transformers.config import QTensorConfig, quantized_config

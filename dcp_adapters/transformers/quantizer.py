@@ -71,7 +71,7 @@ class QTensorQuantizer(HfQuantizer):  # type: ignore[misc] # transformers has no
             raise ValueError('from_pretrained(device_map=...): quantized weights can not be offloaded to "disk"')
         if is_fsdp_enabled():
             raise ValueError(
-                "from_pretrained: accelerate's cpu_ram_efficient_loading broadcasts the weights of rank 0, which quantized "
+                "from_pretrained: accelerate's cpu_ram_efficient_loading broadcasts rank 0's weights, which quantized "
                 "ones do not allow; set FSDP_CPU_RAM_EFFICIENT_LOADING=false (fsdp_cpu_ram_efficient_loading "
                 f"in accelerate's config), so that each rank reads the files, or {IMPORT}"
             )

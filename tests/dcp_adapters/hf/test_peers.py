@@ -185,3 +185,23 @@ def _shards(case: tuple[str, str]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_shards_of_them(ranks: int, peer: str, made: Any) -> None:
     run_ranks_each(ranks, [(str(made(peer) / scheme), kind) for scheme, kind in READ[peer].items()], _shards)
+
+
+@each_read
+def test_transformers_hands_over_the_same_bytes(peer: str, scheme: str, made: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from dcp_adapters.transformers import quantized_config
+
+    path = made(peer) / scheme
+    expected: dict[str, Any] = import_hf(path, progress=False)
+    model, told = AutoModelForCausalLM.from_pretrained(path, config=quantized_config(path), output_loading_info=True)
+    assert not any(told.values()), told
+    for name, param in model.named_parameters():
+        held: Any = param.detach()
+        assert type(held) is type(expected[name]), name
+        if isinstance(held, QuantizedTensor):
+            parts = expected[name].parts()
+            assert all(bits(tensor) == bits(parts[part]) for part, tensor in held.parts().items()), name
+        else:
+            assert bits(held) == bits(expected[name]), name
