@@ -40,6 +40,8 @@ class QuantizedTrainer(Trainer):  # type: ignore[misc] # transformers has no typ
     Trainer then leaves them where they are, and `TrainingArguments(fsdp=...)` is left out. If quantized weights are
     trained, give it an optimizer that keeps masters by `optimizers=`.
 
+    With `save_only_model=True` a checkpoint holds weights alone, and no run goes on from it.
+
     With adapters of peft a checkpoint holds what is trained. The frozen base is that of the run that goes on; it is not
     compared.
 
@@ -72,8 +74,9 @@ class QuantizedTrainer(Trainer):  # type: ignore[misc] # transformers has no typ
         A collective if the model is sharded.
         """
         if _internal_call and output_dir is not None:
+            held = {"model": _trained(self.model)} if self.args.save_only_model else self._held()
             with _in_one_process():
-                dcp.save(self._held(), checkpoint_id=Path(output_dir) / FOLDER, planner=QuantizedSavePlanner())
+                dcp.save(held, checkpoint_id=Path(output_dir) / FOLDER, planner=QuantizedSavePlanner())
         elif _is_sharded(self.model):
             self._save_adapters(output_dir or self.args.output_dir)
         else:
