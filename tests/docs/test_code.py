@@ -58,7 +58,7 @@ NOT_RUN = {
     "docs/coming_from/transformers.md": 2,
     "docs/export.md": 2,
     "docs/rotations.md": 3,
-    "docs/trainers.md": 1,
+    "docs/from_pretrained.md": 3,
 }  # how many blocks each page marks so
 
 

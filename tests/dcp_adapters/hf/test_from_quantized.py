@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 from dcp_adapters import export_hf, import_hf
 from dcp_adapters.transformers import QTensorConfig, quantized_config
 from fsdp_hooks.torch_private import local_of
-from layerwise import KVCache, calibrate
+from layerwise import KVCache, calibrate, rotate_inputs_
 from qtensor import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -360,6 +360,16 @@ def test_experts_that_transformers_does_not_read_are_refused(tmp_path: Path) -> 
     quantize_(model, Float8CurrentScaling(), exclude=["lm_head"])
     export_hf(model, tmp_path, progress=False)
     with pytest.raises(ValueError, match=r"experts.down_proj: transformers does not read it from"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=quantized_config(tmp_path))
+
+
+def test_inputs_that_are_rotated_at_run_time_are_refused(tmp_path: Path) -> None:
+    """A plain linear would multiply its inputs as they are by rotated weights."""
+    model = llama()
+    rotate_inputs_(model, {"model.layers.0.mlp.down_proj": 32})
+    quantize_(model, MXFP8BlockScaling(), exclude=["lm_head"])
+    export_hf(model, tmp_path, progress=False)
+    with pytest.raises(ValueError, match=r"rotate_inputs_\(model, \{'model.layers.0.mlp.down_proj': 32\}\)"):
         AutoModelForCausalLM.from_pretrained(tmp_path, config=quantized_config(tmp_path))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
@@ -98,6 +99,15 @@ def test_what_is_no_such_checkpoint_is_refused(dense: Path, tmp_path: Path) -> N
     trainer(load(dense, config), tmp_path, kind=Trainer, max_steps=2).train()
     model = load(dense, config)
     with pytest.raises(ValueError, match=r"has no dcp/\.metadata: it is not a checkpoint of QuantizedTrainer"):
+        trainer(model, tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(model, load(dense, config))
+
+
+def test_weights_alone_are_no_state_to_go_on_from(dense: Path, tmp_path: Path) -> None:
+    config = QTensorConfig(MXFP8BlockScaling())
+    trainer(load(dense, config), tmp_path, max_steps=2, save_only_model=True).train()
+    model = load(dense, config)
+    with pytest.raises(CheckpointException, match="optim"):
         trainer(model, tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(model, load(dense, config))
 
