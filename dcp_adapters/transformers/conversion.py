@@ -22,9 +22,17 @@ class Quantize(ConversionOps):  # type: ignore[misc] # likewise
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def convert(self, input_dict: Mapping[str, Any], **_: Any) -> dict[str, Tensor]:
-        """Return the same names with quantized weights; a weight may come as a list of one."""
+    def convert(self, input_dict: Mapping[str, Any], *, model: Any, **_: Any) -> dict[str, Tensor]:
+        """Return the same names with quantized weights; a weight may come as a list of one.
+
+        Raises:
+            ValueError: a weight has another shape than the model's. transformers leaves that to whoever quantizes.
+        """
         found = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        for name, value in found.items():
+            expected = model.get_parameter(name).shape
+            if value.shape != expected:
+                raise ValueError(f"{name}: the files have the shape {list(value.shape)}, the model {list(expected)}")
         return {name: quantize_weight(value, self._recipe) for name, value in found.items()}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
@@ -104,6 +105,11 @@ class QTensorQuantizer(HfQuantizer):  # type: ignore[misc] # transformers has no
         directory = _directory_of(checkpoint_files)
         # transformers passes over what config.json says if it does not know the method: "modelopt".
         held = HandedOver() if directory is None else HandedOver.of(directory, model)
+        # An index of another name may stand beside the usual one, and lead to other files (`variant=`).
+        if not held.files <= {Path(file).name for file in checkpoint_files or ()}:
+            held, directory = HandedOver(), None
+        if directory is None:
+            _refuse_codes(checkpoint_files)
         if held.weights and config.recipe is not None:
             raise ValueError(
                 f"{directory} is quantized already ({held.layout}), and QTensorConfig({config.recipe}) is for a dense "
@@ -222,14 +228,27 @@ class QTensorQuantizer(HfQuantizer):  # type: ignore[misc] # transformers has no
 
 
 def _directory_of(files: Sequence[str] | None) -> Path | None:
-    """Return the directory that these files are all of; None if `import_hf` would read others."""
+    """Return the directory of these files; None if `import_hf` would read others there."""
     paths = [Path(file) for file in files or ()]
     directories = {path.parent for path in paths}
     if len(directories) != 1 or any(path.suffix != ".safetensors" for path in paths):
         return None
     directory = directories.pop()
-    single = paths == [directory / SINGLE] and not (directory / INDEX).exists()
-    return directory if single or ((directory / INDEX).exists() and not (directory / SINGLE).exists()) else None
+    one, several = (directory / SINGLE).exists(), (directory / INDEX).exists()
+    return directory if one != several and (several or paths == [directory / SINGLE]) else None
+
+
+def _refuse_codes(files: Sequence[str] | None) -> None:
+    """Raise ValueError if files that are not compared with config.json hold FP8, which would be read as values."""
+    for file in (one for one in files or () if one.endswith(".safetensors")):
+        with safe_open(file, "pt") as opened:
+            dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no dict
+        name = next((name for name, dtype in dtypes.items() if dtype.startswith(("F8", "F6", "F4"))), None)
+        if name is not None:
+            raise ValueError(
+                f"from_pretrained: {name} in {file} is {dtypes[name]}, quantized by somebody else; such weights are "
+                f"read from {SINGLE}, or from {INDEX} and its files, by quantized_config or import_hf"
+            )
 
 
 def _recipes_to_record(model: nn.Module, names: FileNames) -> dict[str, str]:

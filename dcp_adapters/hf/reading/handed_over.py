@@ -7,9 +7,8 @@ What a directory holds is decided by the code of `import_hf` (as_checkpoint.py);
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +38,8 @@ class HandedOver:
         weights: name in memory -> what it is.
         owners: name of a tensor in the files -> name in memory of the weight that it is a part of, or stands beside.
         scales: name in memory -> value, fp32 [], of the scales of inputs and of the KV cache.
+        placed: key of a part -> where its bytes are.
+        files: names of the files that all of it was read from.
     """
 
     layout: str = ""
@@ -46,6 +47,7 @@ class HandedOver:
     owners: Mapping[str, str] = field(default_factory=dict)
     scales: Mapping[str, Tensor] = field(default_factory=dict)
     placed: Mapping[str, Placed] = field(default_factory=dict)
+    files: frozenset[str] = frozenset()
 
     @staticmethod
     def of(path: str | os.PathLike[str], model: nn.Module) -> "HandedOver":
@@ -63,11 +65,16 @@ class HandedOver:
         architecture = architecture_of(model)
         reader = HuggingFaceReader(path, wanted=wanted, passed_over=passed_over, architecture=architecture)
         made = reader.presented()
-        problems = sorted([*_problems(made, wanted, model), *_not_read(made, wanted, architecture)])
+        problems = [*_problems(made, wanted, model)]
+        # Of a dense directory transformers itself says what it does not read.
+        if made.quantized:
+            problems += _not_read(made, wanted, architecture)
         if problems:
-            raise ValueError(f"{path} does not fit the model; nothing has been loaded:" + in_lines(problems))
+            raise ValueError(f"{path} does not fit the model; nothing has been loaded:" + in_lines(sorted(problems)))
         scales = {name: reader.read(name)[""] for name in sorted(made.scales)}
-        return HandedOver(made.layout, made.quantized, _owners(made, Path(path)), scales, made.placed)
+        tensors = read_directory(path).tensors
+        files = frozenset(tensor.file for tensor in tensors.values())
+        return HandedOver(made.layout, made.quantized, _owners(made, tensors), scales, made.placed, files)
 
     def weight(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return a quantized weight.
@@ -90,14 +97,14 @@ def _joined(placed: Placed, tensors: Mapping[str, Tensor]) -> Tensor:
     return out
 
 
-def _owners(made: Presented, path: Path) -> dict[str, str]:
+def _owners(made: Presented, tensors: Iterable[str]) -> dict[str, str]:
     """Map tensors of the files to weights; what belongs to no weight's module goes to the first weight."""
     parts = {name: [made.placed[key] for key in entry.part_keys()] for name, entry in made.quantized.items()}
     held = {chunk.held.tensor.name: name for name, own in parts.items() for one in own for chunk in one.chunks}
     modules = {tensor.rpartition(".")[0]: name for tensor, name in held.items()}
     names = code_names()
     # Shapes that are stored beside codes, and scales of inputs, which are no parts.
-    for tensor in read_directory(path).tensors:
+    for tensor in tensors:
         module, _, own = tensor.rpartition(".")
         if module in modules and own in names:
             held.setdefault(tensor, modules[module])

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     MixtralConfig,
@@ -275,6 +276,15 @@ def test_what_was_saved_for_engines_is_no_state_to_go_on_from(name: str, dense: 
         model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
     assert "weight" in str(caught.value)
     assert {key: bits(held.payload) for key, held in weights_of(model).items()} == before
+
+
+def test_weights_of_another_shape_are_refused(dense: Path) -> None:
+    """transformers compares no shapes of weights that are quantized, and would put the files' into the model."""
+    config = AutoConfig.from_pretrained(dense)
+    config.intermediate_size *= 2
+    options: dict[str, Any] = {"quantization_config": QTensorConfig(MXFP8BlockScaling())}
+    with pytest.raises(RuntimeError, match="conversion"):
+        AutoModelForCausalLM.from_pretrained(dense, config=config, **options)
 
 
 def test_a_layout_that_has_no_such_weights_is_refused_at_once() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -374,8 +374,17 @@ def test_inputs_that_are_rotated_at_run_time_are_refused(tmp_path: Path) -> None
 
 
 def test_files_that_an_import_would_not_read_are_refused(tmp_path: Path) -> None:
-    export(tmp_path, MXFP8BlockScaling())
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors, tmp_path / "model.other.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"are read from model\.safetensors"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, config=quantized_config(tmp_path), variant="other")
+    """Of one name, or of an index of another name beside the usual one."""
+    for name, size in (("one", 2**30), ("several", 2**15)):
+        path = tmp_path / name
+        export(path, Float8CurrentScaling(), layout="modelopt", max_shard_size=size)
+        for file in path.glob("model*"):
+            text = file.read_bytes().replace(b".safetensors", b".else.safetensors") if "index" in file.name else None
+            stem, _, end = file.name.rpartition(".")
+            (path / f"{stem}.else.{end}").write_bytes(file.read_bytes() if text is None else text)
+        with pytest.raises(ValueError, match=r"is F8_E4M3, quantized by somebody else; such weights are read from"):
+            AutoModelForCausalLM.from_pretrained(path, config=quantized_config(path), variant="else")
+        # transformers does not know modelopt's method, and would take its codes for values
+        config = QTensorConfig(MXFP8BlockScaling())
+        with pytest.raises(ValueError, match="is F8_E4M3, quantized by somebody else"):
+            AutoModelForCausalLM.from_pretrained(path, quantization_config=config, variant="else")
