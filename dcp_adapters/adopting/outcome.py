@@ -1,9 +1,10 @@
-"""What a source says of one weight: taken, or refused and why."""
+"""What a source says of one weight: taken, or refused and why; and what it gives back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtensor.spec.recipes import Recipe
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -48,3 +49,18 @@ class Refused:
 
 
 Outcome = Taken | Refused
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Given:
+    """What a module of a library has in the place of a weight of ours.
+
+    Attributes:
+        tensors: its parameters, by name.
+        attributes: what else it has.
+        finish: called with the module that has both.
+    """
+
+    tensors: Mapping[str, Tensor]
+    attributes: Mapping[str, Any]
+    finish: Callable[[nn.Module], object]

@@ -1,13 +1,15 @@
-"""`release`: quantized weights of ours become another library's tensors again, in place and with their bytes."""
+"""`release`: quantized weights of ours become another library's again, in place and with their bytes."""
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.adopting.outcome import Given
 from dcp_adapters.adopting.sources import SOURCES
 from dcp_adapters.plain.words import in_lines
 from fsdp_hooks.torch_private import local_of
@@ -22,15 +24,16 @@ GIVES = {source.library: source.give for source in SOURCES if source.give is not
 def release(
     model: nn.Module, library: str, *, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None
 ) -> list[str]:
-    """Make quantized weights of nn.Linear another library's tensors, in place and with their bytes.
+    """Make quantized weights of nn.Linear another library's, in place and with their bytes.
 
-    The way back of `adopt`: what is adopted again has the same bytes, and a model that was adopted gives the outputs
-    that it gave before that. The library must be installed. Its tensors share memory with ours where the layout is the
-    same. Ties, biases, hooks and `requires_grad` stay.
+    The way back of `adopt`: what is adopted again has the same bytes, and a model gives the outputs that it gave before
+    it was adopted, unless the report of `adopt` noted inputs. The library must be installed. Its tensors share memory
+    with ours where the layout is the same. Ties, biases and hooks stay; `requires_grad` too, with torchao.
 
     Args:
         model: any module; its quantized weights in memory, and not sharded.
-        library: "torchao".
+        library: "torchao"; or "compressed-tensors", whose modules are then compressed: `decompress_module` of that
+            library makes them run, as it does after a load.
         include: globs over module fqns; every one must match an nn.Linear with a quantized weight. None: all of them.
         exclude: globs over the fqns of modules to leave as they are.
 
@@ -55,7 +58,7 @@ def release(
             "dcp_adapters.export_hf"
         )
     check_lists("release", include=include or (), exclude=exclude or ())
-    if importlib.util.find_spec(library) is None:
+    if importlib.util.find_spec(library.replace("-", "_")) is None:
         raise ModuleNotFoundError(f"release: {library} is not installed")
     held = dict(_quantized(model))
     wanted = ("*",) if include is None else tuple(include)
@@ -63,7 +66,7 @@ def release(
     for pattern in (*unmatched(wanted, held), *unmatched(left, held)):
         raise ValueError(f"release: pattern {pattern!r} matches no nn.Linear with a quantized weight")
     chosen = {fqn: module for fqn, module in held.items() if matches(fqn, wanted) and not matches(fqn, left)}
-    made: dict[int, nn.Parameter] = {}  # id of a weight of ours -> the library's parameter, the same for tied ones
+    made: dict[int, _Released] = {}  # id of a weight of ours -> what takes its place, the same for tied ones
     problems = []
     for fqn, module in chosen.items():
         weight = module._parameters["weight"]
@@ -79,7 +82,7 @@ def release(
             f"out by exclude=:{in_lines(problems)}"
         )
     for module in chosen.values():
-        module.register_parameter("weight", made[id(module._parameters["weight"])])
+        made[id(module._parameters["weight"])].put_into(module)
     return [f"{fqn}.weight".lstrip(".") for fqn in chosen]
 
 
@@ -90,11 +93,31 @@ def _quantized(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield fqn, module
 
 
-def _released(weight: Any, library: str) -> nn.Parameter:
+@dataclass(frozen=True, eq=False)
+class _Released:
+    """What takes the place of a weight in a module."""
+
+    params: Mapping[str, nn.Parameter]
+    given: Given | None
+
+    def put_into(self, module: nn.Module) -> None:
+        if "weight" not in self.params:
+            del module.weight
+        for name, param in self.params.items():
+            module.register_parameter(name, param)
+        if self.given is not None:
+            for name, value in self.given.attributes.items():
+                setattr(module, name, value)
+            self.given.finish(module)
+
+
+def _released(weight: Any, library: str) -> _Released:
     if isinstance(weight, DTensor):
         raise ValueError("it is sharded; release before fully_shard and parallelize_module")
     if weight.is_meta:
         raise ValueError("it is on the meta device; load it first")
     with torch.no_grad():
-        given: Tensor = GIVES[library](weight.detach())
-    return nn.Parameter(given, requires_grad=weight.requires_grad)
+        given = GIVES[library](weight.detach())
+    if isinstance(given, Given):
+        return _Released({name: nn.Parameter(one, requires_grad=False) for name, one in given.tensors.items()}, given)
+    return _Released({"weight": nn.Parameter(given, requires_grad=weight.requires_grad)}, None)

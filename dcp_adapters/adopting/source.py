@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from dcp_adapters.adopting.outcome import Outcome
+from dcp_adapters.adopting.outcome import Given, Outcome
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 PLAIN = (bool, int, float, str, dict, set, list, tuple, type(None))  # attributes that say nothing
@@ -32,8 +32,8 @@ class Source:
         drops: names of parameters, buffers, submodules and attributes of the module that go with the weight; those it
             does not have are passed over.
         becomes: module -> the class that it gets; None: it keeps its own.
-        give: a weight of ours -> the library's tensor for an nn.Linear; raises ValueError if there is none. None:
-            `release` cannot go back to this library.
+        give: a weight of ours -> the library's tensor for an nn.Linear, or what its modules have instead; raises
+            ValueError if there is none. None: `release` cannot go back to this library.
     """
 
     library: str
@@ -41,7 +41,7 @@ class Source:
     take: Callable[[nn.Module], Mapping[str, Outcome]]
     drops: tuple[str, ...] = ()
     becomes: Callable[[nn.Module], type[nn.Module]] | None = None
-    give: Callable[[QuantizedTensor], Tensor] | None = None
+    give: Callable[[QuantizedTensor], Tensor | Given] | None = None
 
     def tensors(self, module: nn.Module) -> list[Tensor]:
         """Return the module's tensors that `take` reads: its weight, and what goes with that."""

@@ -3,6 +3,7 @@
 torchao.py   tensors of `torchao.quantization.quantize_`: Float8, MXFP8, MXFP4, NVFP4, INT4
 torchao_tensors.py   the way back to these
 compressed_tensors.py   modules with a `quantization_scheme`
+compressed_modules.py   the way back to these
 hugging_face.py   transformers' FP8 linears; what of it stays
 modelopt.py   linears after `mtq.compress`
 packing.py   what several of them share

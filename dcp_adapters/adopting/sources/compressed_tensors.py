@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dcp_adapters.adopting.outcome import Outcome, Refused, Taken
 from dcp_adapters.adopting.source import Source
+from dcp_adapters.adopting.sources.compressed_modules import give
 from dcp_adapters.adopting.sources.packing import int4_taken
 from dcp_adapters.hf.layouts.compressed_tensors import SCHEMES, WEIGHTS
 from dcp_adapters.hf.layouts.layout import KINDS, SchemeEntry, StoredAs
@@ -160,4 +161,4 @@ _DROPS = (
     ),
     *("quantization_scheme", "quantization_status", "quantization_enabled", "forward"),
 )
-MODULES = Source(library="compressed-tensors", classes=frozenset({SCHEME}), take=take, drops=_DROPS)
+MODULES = Source(library="compressed-tensors", classes=frozenset({SCHEME}), take=take, drops=_DROPS, give=give)

@@ -8,6 +8,7 @@ Models in it are adopted ones, so whoever reads it needs none of the libraries.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pickle
 import sys
@@ -24,6 +25,8 @@ from dcp_adapters import AdoptionReport, adopt, release
 from qtensor import Int4GroupScaling, QuantizedTensor
 from tests.dcp_adapters.adopting.models import FOREIGN, IN, compressed, inputs, linears
 from tests.dcp_adapters.adopting.refused import REFUSED, fp8_of_other_blocks, int4_tensors, zero_points
+
+COMPRESSED = [name for name in FOREIGN if name.startswith("compressed-tensors") and not name.endswith("dense")]
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,25 @@ def _released(model: Any, originals: dict[str, dict[str, Any]], output: Tensor |
         "parts": (before, after),
         "recipes": (recipes, [linear.weight.recipe for linear in linears(model).values()]),
     }
+
+
+def compressed_again(name: str) -> tuple[bool, bool]:
+    """Whether a released model has the tensors that it had, and its output once both are decompressed."""
+    from compressed_tensors.compressors.base import decompress_module
+
+    model: Any = FOREIGN[name]().model
+    first = copy.deepcopy(model)
+    # calibrated scales of inputs are left out, as the report of adopt says
+    before = {key: value.clone() for key, value in model.state_dict().items() if ".input_" not in key}
+    adopt(model)
+    release(model, "compressed-tensors")
+    after = model.state_dict()
+    same = before.keys() == after.keys() and all(torch.equal(after[key], value) for key, value in before.items())
+    for net in (first, model):
+        for linear in linears(net).values():
+            linear.quantization_scheme.input_activations = None
+            decompress_module(linear)
+    return same, torch.equal(first(inputs()), model(inputs()))
 
 
 def refusal(case: str) -> tuple[str, bool]:
@@ -255,6 +277,7 @@ def main(out: Path) -> None:
         pattern = str(error)
     found = {
         "adopted": {name: record(name) for name in FOREIGN},
+        "compressed again": {name: compressed_again(name) for name in COMPRESSED},
         "refused": {case: refusal(case) for case in REFUSED},
         "inputs": {name: inputs_of_torchao(name) for name in dynamic},
         "arbitrary": arbitrary(),

@@ -21,7 +21,15 @@ from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, adopt, expo
 from dcp_adapters.hf.layouts.layout import Scheme, kind_of
 from dcp_adapters.hf.layouts.registry import layout_named
 from dcp_adapters.stored.numeric_error import error_between
-from qtensor import Int4GroupScaling, MasterWeightOptimizer, NVFP4BlockScaling, QuantizedTensor, quantize, quantize_
+from qtensor import (
+    Float8CurrentScaling,
+    Int4GroupScaling,
+    MasterWeightOptimizer,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    quantize,
+    quantize_,
+)
 from tests.dcp_adapters.adopting.models import FOREIGN, LAYERS, dense, inputs, linears
 from tests.dcp_adapters.adopting.refused import REFUSED
 from tests.dcp_adapters.cases import assert_holds
@@ -302,14 +310,28 @@ def _raw(part: Any) -> Any:
     return part.reshape(-1).view(torch.uint8)
 
 
+def test_modules_of_compressed_tensors_are_compressed_again(peers: dict[str, Any]) -> None:
+    """Their tensors, by name and value, and the output when both are decompressed, inputs left as they are."""
+    assert len(peers["compressed again"]) == 7
+    assert set(peers["compressed again"].values()) == {(True, True)}, peers["compressed again"]
+
+
 def test_what_cannot_be_released_is_refused() -> None:
     model = dense()
-    with pytest.raises(ValueError, match="no way back to 'modelopt', only to torchao; write a directory"):
+    with pytest.raises(
+        ValueError, match="no way back to 'modelopt', only to torchao, compressed-tensors; write a directory"
+    ):
         release(model, "modelopt")
     pytest.importorskip("torchao")
+    pytest.importorskip("compressed_tensors")
     quantize_(model, NVFP4BlockScaling(activations="dynamic"))
     with pytest.raises(ValueError, match="torchao quantizes the inputs of such weights by other formulas"):
         release(model, "torchao")
     assert all(isinstance(linear.weight, QuantizedTensor) for linear in linears(model).values())
+    with pytest.raises(ValueError, match="compressed-tensors quantizes inputs by other formulas"):
+        release(model, "compressed-tensors")
+    quantize_(other := dense(), Float8CurrentScaling())
+    with pytest.raises(ValueError, match=r"0: scales in torch\.float32 with more digits than torch\.bfloat16 holds"):
+        release(other, "compressed-tensors")
     with pytest.raises(ValueError, match=r"release: pattern '1' matches no nn\.Linear with a quantized weight"):
         release(model, "torchao", exclude=["1"])
