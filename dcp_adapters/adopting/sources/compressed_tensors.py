@@ -146,9 +146,13 @@ def _as_part(scale: Tensor, recipe: Recipe, name: str) -> Tensor:
 
 
 def _dtype(held: Mapping[str, Any]) -> tuple[torch.dtype, bool]:
-    """Return the dtype that the weight appears in, and whether any tensor says it."""
-    said = (held.get(name) for name in ("weight_scale", "bias"))
-    known = next((one.dtype for one in said if one is not None and one.dtype in APPEARANCE_DTYPES), None)
+    """Return the dtype that the weight appears in, and whether any tensor says it.
+
+    Scales in fp32 do not: files have them beside models in bf16.
+    """
+    scale, bias = held.get("weight_scale"), held.get("bias")
+    said = [scale] if scale is not None and scale.dtype != torch.float32 else []
+    known = next((one.dtype for one in (*said, bias) if one is not None and one.dtype in APPEARANCE_DTYPES), None)
     return known or torch.bfloat16, known is not None
 
 

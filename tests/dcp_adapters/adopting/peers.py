@@ -247,7 +247,11 @@ def dtypes() -> list[torch.dtype]:
     model.norm = nn.LayerNorm(128).to(torch.float16)
     model[0].bias = nn.Parameter(model[0].bias.detach().to(torch.float16))
     adopt(model)
-    return [linear.weight.dtype for linear in linears(model).values()]
+    other: Any = FOREIGN["compressed-tensors FP8 dynamic"]().model
+    for linear in linears(other).values():
+        linear.weight_scale.data = linear.weight_scale.data.float()
+    adopt(other)
+    return [linear.weight.dtype for net in (model, other) for linear in linears(net).values()]
 
 
 def marks() -> list[bool]:

@@ -225,8 +225,8 @@ def test_patterns_choose_modules_by_plain_names(peers: dict[str, Any]) -> None:
 
 
 def test_weights_appear_in_the_dtype_of_the_model(peers: dict[str, Any]) -> None:
-    """An FP8Linear without a bias does not say in which; the rest of the model does."""
-    assert peers["dtypes"] == [torch.float16, torch.float16]
+    """An FP8Linear without a bias does not say in which, nor do scales in fp32; the rest of the model does."""
+    assert peers["dtypes"] == [torch.float16, torch.float16, torch.bfloat16, torch.bfloat16]
 
 
 def test_the_model_says_no_longer_that_a_library_quantized_it(peers: dict[str, Any]) -> None:
