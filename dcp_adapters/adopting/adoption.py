@@ -27,6 +27,12 @@ from qtensor.spec.registry import check_shape, registered
 from qtensor.tensor.quantized_tensor import QuantizedTensor, quantize
 
 LOG = logging.getLogger(__name__)
+FAILURES = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    AssertionError,
+)  # of a recipe that does not fit, or a library's decoder
 MEASURED = 8  # refused weights whose error of requantizing is told; it takes a dense copy of each
 
 
@@ -82,11 +88,14 @@ def adopt(
                 f"exclude=, or pass requantize= where it is offered:{in_lines(refused)}"
             )
         entries = tuple(entry for one in decisions for entry in one.entries())
+        if not entries:
+            raise ValueError("adopt: the quantizers of all these modules are switched off; there is nothing to adopt")
+        whole = {id(one.module) for one in known(model)} == {id(one.module) for one in chosen}
         made: dict[int, nn.Parameter] = {}  # id of what was taken -> its parameter, the same for tied weights
         params = [one.params(made, dtype) for one in decisions]
     for one, own in zip(decisions, params, strict=True):
         replace_weights(one.candidate.module, one.candidate.source, own)
-    if not any(one.source.take(one.module) for one in known(model)):
+    if whole:
         forget_libraries(model)
     watch_loads(model.modules())
     LOG.info("adopt: %d weights, %d of them exactly", len(entries), sum(entry.exact for entry in entries))
@@ -153,7 +162,12 @@ def _decide_one(one: Candidate, recipe: Recipe | None, *, measure: bool) -> _Dec
     outcomes: dict[str, Outcome] = {}
     errors: dict[str, Error] = {}
     refusals: list[str] = []
-    for name, outcome in one.source.take(one.module).items():
+    try:
+        found = one.source.take(one.module)
+    except (AttributeError, KeyError, TypeError) as error:
+        line = f"{one}: it lacks what this version reads of {one.source.library}: {error}"
+        return _Decision(one, {}, {}, [f"{line}; docs/coming_from/ has the versions"])
+    for name, outcome in found.items():
         outcomes[name] = outcome
         unfit = why_no_linear(one, outcome)
         if unfit is not None:
@@ -166,7 +180,7 @@ def _decide_one(one: Candidate, recipe: Recipe | None, *, measure: bool) -> _Dec
         else:
             try:
                 weight, errors[name] = _requantized(outcome, recipe)
-            except (ValueError, TypeError) as error:
+            except FAILURES as error:
                 refusals.append(f"{one}: {outcome.reason}; requantize: {error}")
                 continue
             note = "; ".join(filter(None, (f"requantized: {outcome.reason}", outcome.note)))
@@ -192,7 +206,7 @@ def _told(refused: Refused, *, measure: bool) -> str:
         return f"{refused.reason}; requantize={refused.nearest} takes it"
     try:
         _, error = _requantized(refused, refused.nearest)
-    except (ValueError, TypeError):
+    except FAILURES:
         return f"{refused.reason}; requantize= takes any recipe that fits its shape"
     most, relative, snr = error.cells()
     return (

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dcp_adapters import AdoptionReport, adopt, release
 from qtensor import Int4GroupScaling, QuantizedTensor
 from tests.dcp_adapters.adopting.models import FOREIGN, IN, compressed, inputs, linears
-from tests.dcp_adapters.adopting.refused import REFUSED, fp8_of_other_blocks, int4_tensors, zero_points
+from tests.dcp_adapters.adopting.refused import REFUSED, fp8_of_other_blocks, int4_tensors, switched_off, zero_points
 
 COMPRESSED = [name for name in FOREIGN if name.startswith("compressed-tensors") and not name.endswith("dense")]
 
@@ -213,6 +213,16 @@ def misfit() -> tuple[str, bool]:
     return "", False
 
 
+def nothing() -> str:
+    """The error for a model whose quantizers are switched off, which is dense."""
+    model = switched_off()
+    try:
+        adopt(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def division() -> Record:
     """NVFP4 of compressed-tensors under a global scale whose reciprocal is rounded."""
     foreign = compressed("NVFP4A16", "NVFP4BlockScaling", wide=16001.0)
@@ -288,6 +298,7 @@ def main(out: Path) -> None:
         "int4": int4_by_hand(),
         "requantized": requantized(),
         "misfit": misfit(),
+        "nothing": nothing(),
         "division": division(),
         "tied": tied(),
         "chosen": chosen(),

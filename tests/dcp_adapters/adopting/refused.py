@@ -147,6 +147,21 @@ def written_over() -> Any:
     return model
 
 
+def switched_off() -> Any:
+    import modelopt.torch.quantization as mtq
+
+    model = simulated()
+    mtq.disable_quantizer(model, "*")
+    return model
+
+
+def of_another_version() -> Any:
+    """An attribute that a later version may have called otherwise."""
+    model: Any = FOREIGN["transformers FP8 blocks"]().model
+    del model[2].block_size
+    return model
+
+
 def simulated() -> Any:
     import modelopt.torch.quantization as mtq
 
@@ -225,6 +240,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "int8 of compressed-tensors": (int8_of_compressed_tensors, "weights of num_bits 8, type int, strategy channel"),
     "written over": (written_over, "its dense weight is not what codes under its scales give"),
+    "another version": (of_another_version, r"2 \(transformers FP8Linear\): it lacks what this version reads"),
     "simulated": (simulated, "its weight is dense, and quantized in each forward; call mtq.compress"),
     "INT4 of ModelOpt": (lambda: modelopt("INT4_BLOCKWISE_WEIGHT_ONLY_CFG"), "values that are divided by their scales"),
     "AWQ of ModelOpt": (lambda: modelopt("INT4_AWQ_CFG"), "its inputs are multiplied by a pre_quant_scale"),

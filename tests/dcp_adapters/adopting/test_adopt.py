@@ -273,7 +273,8 @@ def test_the_refusal_tells_the_error_of_requantizing(peers: dict[str, Any]) -> N
     ) in peers["refused"]["zero points"][0]
 
 
-def test_a_model_without_such_modules_is_refused() -> None:
+def test_a_model_without_such_modules_is_refused(peers: dict[str, Any]) -> None:
+    assert peers["nothing"].startswith("adopt: the quantizers of all these modules are switched off")
     with pytest.raises(ValueError, match="no quantized modules of torchao, transformers, compressed-tensors, modelopt"):
         adopt(dense())
     with pytest.raises(TypeError, match="include is a list of patterns, got '0'"):
