@@ -43,9 +43,9 @@ def check_inner(kind: type[torch.optim.Optimizer], named: Sequence[tuple[str, Te
     if any(cuts_of(params)) and takes_shards_apart(kind):
         warnings.warn(
             f"MasterWeightOptimizer({kind.__name__}): parameters are sharded, and code of {kind.__name__} "
-            "takes shards by themselves (to_local): if it mixes elements of a matrix, it mixes those of a shard, another "
-            "update on each number of ranks. Have the class say elementwise = True if it steps each element by itself, "
-            "or elementwise = False if it knows what it does with shards",
+            "takes shards by themselves (to_local): if it mixes elements of a matrix, it mixes those of a shard, "
+            "another update on each number of ranks. Have the class say elementwise = True if it steps each element by "
+            "itself, or elementwise = False if it knows what it does with shards",
             stacklevel=4,
         )
 
