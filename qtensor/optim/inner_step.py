@@ -51,7 +51,9 @@ def check_inner(kind: type[torch.optim.Optimizer], named: Sequence[tuple[str, Te
 
 
 def check_split(inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], *, expanded: bool) -> None:
-    """Do `check_arithmetic` for groups of Muon, unless torch's own steps all of it.
+    """Do `check_arithmetic` for groups of Muon, unless torch's own steps all of it; and `check_matrices` again.
+
+    What was given to build it may be no class but what makes one, a functools.partial say, of which nothing was known.
 
     Args:
         inner: the optimizer of the masters.
@@ -62,8 +64,10 @@ def check_split(inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]
         return
     if expanded or any(isinstance(master, DTensor) for group in groups for master in group["params"]):
         from qtensor.optim.matrices.arithmetic import check_arithmetic
+        from qtensor.optim.matrices.pieces import check_matrices
 
         for group in groups:
+            check_matrices(("a parameter", master) for master in group["params"])
             check_arithmetic(group)
 
 

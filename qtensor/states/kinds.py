@@ -64,14 +64,21 @@ def takes_shards_apart(kind: type[torch.optim.Optimizer]) -> bool:
     It says so by `elementwise`, True or False. Code that computes on DTensors computes on whole tensors; this need not.
     Only what its methods call by name in Python is looked at.
     """
-    if isinstance(vars(kind).get("elementwise"), bool):
+    # what makes one, such as a functools.partial, has no classes to look at
+    mro: tuple[type, ...] = getattr(kind, "__mro__", ())
+    if not mro or isinstance(vars(kind).get("elementwise"), bool):
         return False
-    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
+    own = [base for base in mro if base.__module__.partition(".")[0] not in ("torch", "builtins")]
     due: list[Any] = [value for base in own for value in vars(base).values()]
     seen = set()
     while due:
-        function = inspect.unwrap(due.pop())
-        if not inspect.isfunction(function) or function in seen or function.__module__.startswith("torch."):
+        function = due.pop()
+        if isinstance(function, staticmethod | classmethod):
+            function = function.__func__
+        if not inspect.isfunction(function):
+            continue
+        function = inspect.unwrap(function)  # as torch.no_grad() and others wrap it
+        if not inspect.isfunction(function) or function in seen or (function.__module__ or "").startswith("torch."):
             continue
         seen.add(function)
         names = _names_in(function.__code__)

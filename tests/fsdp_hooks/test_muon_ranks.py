@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 from unittest.mock import patch
@@ -200,20 +201,22 @@ def test_what_is_no_matrix_is_refused_by_name() -> None:
             assert "Muon takes matrices [N, K] alone. Give it to another optimizer" in message
 
 
-def runs_of_rows() -> None:
+def runs_of_rows(made: bool) -> None:
     """Rows that a strided placement leaves in several runs on a rank, as none of torch's ways to shard does."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     places = [_StridedShard(0, split_factor=4), Replicate()]
     param = DTensor.from_local(torch.zeros(16, 4), mesh, places, run_check=False)
-    MasterWeightOptimizer(torch.optim.Muon, [("odd", nn.Parameter(param))], lr=0.1)
+    kind: Any = functools.partial(torch.optim.Muon) if made else torch.optim.Muon
+    MasterWeightOptimizer(kind, [("odd", nn.Parameter(param))], lr=0.1)
 
 
 def test_shards_of_several_runs_of_rows_are_refused_by_name() -> None:
-    for message in run_ranks_catching(4, runs_of_rows):
-        assert message.startswith("NotImplementedError: MasterWeightOptimizer(Muon): odd of shape (32, 4) is placed as")
-        assert "rows are several runs; shard it by" in message
+    for made, name in ((False, "odd"), (True, "a parameter")):
+        for message in run_ranks_catching(4, runs_of_rows, made):
+            assert message.startswith(f"NotImplementedError: MasterWeightOptimizer(Muon): {name} of shape (32, 4) is")
+            assert "rows are several runs; shard it by" in message
 
 
 def test_a_torch_that_computes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ the promise that they are is one of torch's own Muon (test_muon.py) and of optim
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -83,6 +84,14 @@ class OfShards(torch.optim.SGD):
                 orthogonal_step(param, param.grad)
 
 
+class OfStatic(torch.optim.SGD):
+    """Likewise, in a static method."""
+
+    @staticmethod
+    def moved(grad: Any) -> Tensor:
+        return grad._local_tensor
+
+
 class OfShardsAndSaysSo(OfShards):
     elementwise = False
 
@@ -103,16 +112,17 @@ def warned() -> list[int]:
     model = nn.Sequential(nn.Linear(COLUMNS, ROWS, bias=False)).bfloat16()
     fully_shard(model)
     found = []
-    for kind in (OfShards, OfShardsAndSaysSo, Scaled, OfALibrary, torch.optim.SGD):
+    kinds = (OfShards, OfStatic, OfShardsAndSaysSo, Scaled, OfALibrary, torch.optim.SGD)
+    for kind in (*kinds, functools.partial(torch.optim.SGD)):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             MasterWeightOptimizer(kind, model.parameters(), lr=1.0)
         found.append(len(told))
-        assert not told or "code of OfShards takes shards by themselves (to_local)" in str(told[0].message)
+        assert not told or f"code of {kind.__name__} takes shards by themselves (to_local)" in str(told[0].message)
     return found
 
 
 def test_a_class_whose_code_takes_shards_by_themselves_is_asked_what_it_does() -> None:
-    assert run_ranks(2, warned) == [[1, 0, 0, 0, 0]] * 2
+    assert run_ranks(2, warned) == [[1, 1, 0, 0, 0, 0, 0]] * 2
     # there are no shards of which it could mix elements
-    assert run_ranks(1, warned) == [[0, 0, 0, 0, 0]]
+    assert run_ranks(1, warned) == [[0] * 7]
