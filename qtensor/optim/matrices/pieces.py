@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -46,11 +45,6 @@ class Grid(NamedTuple):
     def sizes(self) -> tuple[int, ...]:
         """The number of places along each dim."""
         return tuple(self.mesh.size(axis) for axis in self.axes) if self.mesh is not None else ()
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return math.prod(self.sizes)
 
     @property
     def here(self) -> tuple[int, ...]:
