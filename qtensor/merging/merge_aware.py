@@ -60,10 +60,15 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
 
     Example:
         ```python
-        >>> model = get_peft_model(quantized, LoraConfig(target_modules=["up_proj"], lora_dropout=0.0))
-        >>> with merge_aware(model) as aware:
-        ...     train(model)
-        >>> report = merge_(model, aware.updates())  # then model.unload(), and export
+        >>> from peft import LoraConfig, get_peft_model
+        >>> base = nn.Sequential(nn.Linear(64, 32))
+        >>> quantize_(base, MXFP8BlockScaling())
+        >>> model = get_peft_model(base, LoraConfig(target_modules=["0"], init_lora_weights=False))
+        >>> with merge_aware(model) as aware:  # train here
+        ...     y = model(torch.ones(1, 64))
+        >>> report = merge_(model, aware.updates())
+        >>> torch.equal(model.unload()(torch.ones(1, 64)), y)
+        True
         ```
     """
 
