@@ -17,9 +17,18 @@ def replace_weights(module: nn.Module, source: Source, params: Mapping[str, nn.P
     for name in source.drops:
         if name in vars(module) or any(name in held for held in (module._parameters, module._buffers, module._modules)):
             delattr(module, name)
+    hooks = vars(module)["_load_state_dict_pre_hooks"]
+    for key in [key for key, hook in hooks.items() if _is_of(hook, source)]:
+        del hooks[key]
     # A linear's weight comes before its bias, in state dicts and for optimizers.
     others = {name: value for name, value in module._parameters.items() if name not in params}
     for name in tuple(module._parameters):
         delattr(module, name)
     for name, param in {**params, **others}.items():
         module.register_parameter(name, param)
+
+
+def _is_of(hook: object, source: Source) -> bool:
+    """Return whether a hook on loading state dicts is the library's own."""
+    function = getattr(hook, "hook", hook)
+    return str(getattr(function, "__module__", "")).startswith(f"{source.library.replace('-', '_')}.")

@@ -4,6 +4,7 @@
     MXTensor                  qdata [N, K] or packed, scale E8M0                    qdata * 2^(scale - 127)
     NVFP4Tensor               qdata packed, scale E4M3, per_tensor_scale or None    qdata * (scale * per_tensor_scale)
     IntxUnpackedToInt8Tensor  qdata int8 [N, K], scale, zero_point [N, K / group]   (qdata - zero_point) * scale
+    Int8Tensor                qdata int8 [N, K], scale fp32 [N, 1] | [1, 1]         (qdata - zero_point) * scale
     Int4Tensor                qdata packed, scale, zero_point [K / group, N]        qdata * scale + zero_point
 
 Packed: two codes a byte, the low one first, as ours. Scales of blocks may be swizzled for tensor cores; here they never
@@ -23,6 +24,7 @@ from dcp_adapters.adopting.sources.packing import groups_of, int4_taken, packed_
 from dcp_adapters.adopting.sources.torchao_tensors import give
 from qtensor.formats.float8 import Float8CurrentScaling
 from qtensor.formats.float8_blocks import BLOCK, Float8BlockScaling
+from qtensor.formats.int8 import Int8RowScaling
 from qtensor.formats.mxfp4 import MXFP4BlockScaling
 from qtensor.formats.mxfp8 import MXFP8BlockScaling
 from qtensor.formats.nvfp4 import NVFP4BlockScaling
@@ -156,6 +158,24 @@ def _int4(weight: Any) -> Outcome:
     return int4_taken(lambda: payload, scale, group, weight.dtype, refused, note)
 
 
+def _int8(weight: Any) -> Outcome:
+    note = "" if weight.act_quant_kwargs is None and weight.act_quant_scale is None else INPUTS
+    rows, columns = weight.shape
+    size = tuple(weight.block_size)
+
+    def refused(reason: str) -> Refused:
+        return Refused(reason=reason, values=weight.dequantize, nearest=Int8RowScaling(), note=note)
+
+    if weight.act_pre_scale is not None:
+        return Refused(reason="inputs are multiplied by act_pre_scale, which an nn.Linear here does not do")
+    if size not in {(1, columns), (rows, columns)}:
+        return refused(f"scales of blocks of {size}, where INT8 here has those of rows")
+    if weight.zero_point is not None and bool((weight.zero_point != 0).any()):
+        return refused("zero points, which INT8 here does not have")
+    scale = weight.scale.reshape(-1, 1).to(torch.float32).expand(rows, 1)
+    return _taken({"payload": weight.qdata, "scale": scale}, Int8RowScaling(), weight, note)
+
+
 def _taken(parts: Mapping[str, Tensor], recipe: Recipe, weight: Any, note: str) -> Outcome:
     whole = {name: part.detach().contiguous() for name, part in parts.items()}
     try:
@@ -170,6 +190,7 @@ TAKES: Mapping[str, Callable[[Any], Outcome]] = {
     "torchao.prototype.mx_formats.nvfp4_tensor.NVFP4Tensor": _nvfp4,
     "torchao.quantization.IntxUnpackedToInt8Tensor": _intx,
     "torchao.quantization.Int4Tensor": _int4,
+    "torchao.quantization.Int8Tensor": _int8,
 }
 
 

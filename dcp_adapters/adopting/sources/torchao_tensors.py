@@ -9,6 +9,7 @@ from torch import Tensor
 from qtensor.formats.float8 import Float8CurrentScaling
 from qtensor.formats.float8_blocks import BLOCK, Float8BlockScaling
 from qtensor.formats.int4 import Int4GroupScaling
+from qtensor.formats.int8 import Int8RowScaling
 from qtensor.formats.mxfp4 import MXFP4BlockScaling
 from qtensor.formats.mxfp8 import MXFP8BlockScaling
 from qtensor.formats.nvfp4 import NVFP4BlockScaling
@@ -43,9 +44,18 @@ def give(weight: QuantizedTensor) -> Tensor:
         made = _nvfp4(weight)
     elif isinstance(recipe, Int4GroupScaling):
         made = _int4(weight, recipe)
+    elif isinstance(recipe, Int8RowScaling):
+        made = _int8(weight)
     else:
         raise ValueError(f"torchao has no tensor for {recipe}; {EXPORT}")
     return made
+
+
+def _int8(weight: Any) -> Tensor:
+    kind = _torchao("quantization.quantize_.workflows.int8.int8_tensor").Int8Tensor
+    parts = weight.parts()
+    zeros = torch.zeros(parts["scale"].shape, dtype=torch.int8, device=weight.device)
+    return kind(parts["payload"], parts["scale"], [1, weight.shape[1]], weight.dtype, zeros)  # type: ignore[no-any-return]
 
 
 def _float8(weight: Any, recipe: Any) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 @pytest.fixture(scope="session")
 def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    for library in ("torchao", "compressed_tensors", "modelopt", "transformers"):
+    for library in ("torchao", "compressed_tensors", "modelopt", "transformers", "bitsandbytes"):
         if importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
     out = tmp_path_factory.mktemp("adopting") / "found.pkl"

@@ -103,6 +103,23 @@ def _int4(group: int) -> Any:
     return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(group))
 
 
+def _int8() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return Int8WeightOnlyConfig(version=2)
+
+
+def _int8_of_tensor() -> Foreign:
+    from torchao.quantization import PerTensor
+    from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
+
+    model = dense()
+    for linear in linears(model).values():
+        linear.weight = nn.Parameter(Int8Tensor.from_hp(linear.weight.detach(), PerTensor()), requires_grad=False)
+    values = {name: linear.weight.dequantize(torch.float32) for name, linear in linears(model).items()}
+    return Foreign(model, values, "Int8RowScaling")
+
+
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +242,41 @@ def _modelopt(config: str, recipe: str, **sizes: int) -> Foreign:
     return Foreign(model, values, recipe)
 
 
+# -- bitsandbytes ------------------------------------------------------------------------------------------------------
+
+
+def bitsandbytes_4bit(recipe: str, *, kind: str = "nf4", block: int = 64, nested: bool = False) -> Foreign:
+    """Linear4bits; K of both is a multiple of their blocks. The library's decoder gives values in fp32."""
+    import bitsandbytes as bnb
+
+    model, values = dense(inner=256), {}
+    for name, linear in linears(model).items():
+        weight = linear.weight.detach()
+        made: Any = bnb.nn.Linear4bit(weight.shape[1], weight.shape[0], linear.bias is not None, quant_type=kind)
+        packed, state = bnb.functional.quantize_4bit(weight, None, None, block, nested, kind)
+        made.weight = bnb.nn.Params4bit(packed, False, state, block, nested, kind, bnb_quantized=True, module=made)
+        made.bias = linear.bias
+        wide = copy.copy(state)
+        wide.dtype = torch.float32
+        values[name] = bnb.functional.dequantize_4bit(packed, wide)
+        model.set_submodule(name, made)
+    return Foreign(model, values, recipe)
+
+
+def bitsandbytes_8bit() -> Foreign:
+    import bitsandbytes as bnb
+
+    model, values = dense(), {}
+    for name, linear in linears(model).items():
+        weight = linear.weight.detach()
+        made: Any = bnb.nn.Linear8bitLt(weight.shape[1], weight.shape[0], linear.bias is not None, False)
+        made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to("cpu")
+        made.bias = linear.bias
+        values[name] = bnb.functional.int8_vectorwise_dequant(made.weight.data, made.weight.SCB)
+        model.set_submodule(name, made)
+    return Foreign(model, values, "Int8RowScaling")
+
+
 FP8_TENSOR = "Float8CurrentScaling(element='e4m3', granularity='tensor'"
 FP8_ROW = "Float8CurrentScaling(element='e4m3', granularity='row'"
 FOREIGN: dict[str, Callable[[], Foreign]] = {
@@ -240,6 +292,11 @@ FOREIGN: dict[str, Callable[[], Foreign]] = {
     "torchao MXFP4": partial(_torchao, partial(_mx, torch.float4_e2m1fn_x2), "MXFP4BlockScaling"),
     "torchao INT4 32": partial(_torchao, partial(_int4, 32), "Int4GroupScaling(group=32)"),
     "torchao INT4 256": partial(_torchao, partial(_int4, 256), "Int4GroupScaling(group=128)", sizes={"inner": 256}),
+    "torchao INT8": partial(_torchao, _int8, "Int8RowScaling"),
+    "torchao INT8 tensor": _int8_of_tensor,
+    "bitsandbytes NF4": partial(bitsandbytes_4bit, "NF4BlockScaling(block=64)"),
+    "bitsandbytes NF4 nested": partial(bitsandbytes_4bit, "NF4BlockScaling(block=64)", nested=True),
+    "bitsandbytes NF4 256": partial(bitsandbytes_4bit, "NF4BlockScaling(block=128)", block=256, nested=True),
     "transformers FP8 blocks": partial(_fp8_linears, blocks=True),
     "transformers FP8 tensor": partial(_fp8_linears, blocks=False),
     "transformers FP8 E8M0": partial(_fp8_linears, blocks=True, ue8m0=True),
@@ -250,6 +307,7 @@ FOREIGN: dict[str, Callable[[], Foreign]] = {
     "compressed-tensors NVFP4": partial(compressed, "NVFP4A16", "NVFP4BlockScaling", wide=POWER_OF_TWO),
     "compressed-tensors MXFP4": partial(compressed, "MXFP4A16", "MXFP4BlockScaling"),
     "compressed-tensors INT4": partial(compressed, "W4A16", "Int4GroupScaling(group=128)", inner=256),
+    "compressed-tensors INT8": partial(compressed, "W8A8", "Int8RowScaling"),
     "compressed-tensors FP8 dense": partial(compressed, "FP8_DYNAMIC", FP8_ROW, dense_again=True),
     "compressed-tensors INT4 dense": partial(
         compressed, "W4A16", "Int4GroupScaling(group=128)", dense_again=True, inner=256

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dcp_adapters import AdoptionReport, adopt, release
 from qtensor import Int4GroupScaling, QuantizedTensor
-from tests.dcp_adapters.adopting.models import FOREIGN, IN, compressed, inputs, linears
+from tests.dcp_adapters.adopting.models import FOREIGN, IN, bitsandbytes_8bit, compressed, inputs, linears
 from tests.dcp_adapters.adopting.refused import REFUSED, fp8_of_other_blocks, int4_tensors, switched_off, zero_points
 
 COMPRESSED = [name for name in FOREIGN if name.startswith("compressed-tensors") and not name.endswith("dense")]
@@ -231,6 +231,26 @@ def division() -> Record:
     return Record(model, adopt(model), dict(foreign.values), "", None, True, b"", codes)
 
 
+def eight_bits() -> tuple[Record, Tensor]:
+    """LLM.int8() of bitsandbytes, and the codes of its first weight."""
+    foreign = bitsandbytes_8bit()
+    model: Any = foreign.model
+    codes = model[0].weight.detach().clone()
+    report = adopt(model)
+    return Record(model, report, dict(foreign.values), "", None, True, pickle.dumps(model)), codes
+
+
+def uneven() -> tuple[Any, AdoptionReport, Tensor]:
+    """Blocks of 64 in rows of 96: each second one runs on into the next row. And the weight that was quantized."""
+    import bitsandbytes as bnb
+
+    weight = torch.randn(64, 96) * torch.logspace(-2, 2, 64)[:, None]
+    model: Any = nn.Sequential(bnb.nn.LinearNF4(96, 64, bias=False))
+    model[0].weight = bnb.nn.Params4bit(weight, False, None, 64, False, "nf4", module=model[0])
+    model.to("cpu")
+    return model, adopt(model), weight
+
+
 def tied() -> dict[str, Any]:
     model: Any = FOREIGN["torchao NVFP4 two levels"]().model
     model.again = nn.Linear(model[2].in_features, model[2].out_features, bias=False)
@@ -300,6 +320,8 @@ def main(out: Path) -> None:
         "misfit": misfit(),
         "nothing": nothing(),
         "division": division(),
+        "eight bits": eight_bits(),
+        "uneven": uneven(),
         "tied": tied(),
         "chosen": chosen(),
         "dtypes": dtypes(),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.dcp_adapters.adopting.models import FOREIGN, IN, dense, inputs, linears, weights_of
+from tests.dcp_adapters.adopting.models import FOREIGN, IN, bitsandbytes_4bit, dense, inputs, linears, weights_of
 
 
 def intx(**options: Any) -> Any:
@@ -128,12 +128,26 @@ def frozen() -> Any:
     return model
 
 
+def reordered() -> Any:
+    model: Any = bitsandbytes_4bit("").model
+    model[0].weight.quant_state.packing_format_for_cpu = True
+    return model
+
+
+def not_quantized() -> Any:
+    import bitsandbytes as bnb
+
+    model = dense()
+    model[0] = bnb.nn.LinearNF4(256, 160)
+    return model
+
+
 def int8_of_compressed_tensors() -> Any:
     from compressed_tensors.compressors.base import compress_module
     from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
 
     model = dense()
-    scheme = weights_of(QuantizationScheme, num_bits=8, type="int", strategy="channel")
+    scheme = weights_of(QuantizationScheme, num_bits=8, type="int", strategy="tensor")
     apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}))
     for linear in linears(model).values():
         compress_module(linear)
@@ -238,7 +252,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         frozen,
         "its status is initialized: weights are dense, and quantized in each forward; call compress_module",
     ),
-    "int8 of compressed-tensors": (int8_of_compressed_tensors, "weights of num_bits 8, type int, strategy channel"),
+    "int8 of compressed-tensors": (int8_of_compressed_tensors, "weights of num_bits 8, type int, strategy tensor"),
+    "FP4 of bitsandbytes": (
+        lambda: bitsandbytes_4bit("", kind="fp4").model,
+        r"0 \(bitsandbytes Linear4bit\): elements of the table fp4, where those of 4 bits here are NF4, E2M1 and INT4",
+    ),
+    "bitsandbytes, in the order of a kernel": (
+        reordered,
+        "its bytes are in the order in which a CPU's kernel reads them",
+    ),
+    "bitsandbytes, not quantized": (not_quantized, "its weight is not quantized yet; move it to a device first"),
     "written over": (written_over, "its dense weight is not what codes under its scales give"),
     "another version": (of_another_version, r"2 \(transformers FP8Linear\): it lacks what this version reads"),
     "simulated": (simulated, "its weight is dense, and quantized in each forward; call mtq.compress"),

@@ -24,7 +24,9 @@ from dcp_adapters.stored.numeric_error import error_between
 from qtensor import (
     Float8CurrentScaling,
     Int4GroupScaling,
+    Int8RowScaling,
     MasterWeightOptimizer,
+    NF4BlockScaling,
     NVFP4BlockScaling,
     QuantizedTensor,
     quantize,
@@ -81,7 +83,7 @@ def test_modules_become_plain_linears(peers: dict[str, Any], name: str) -> None:
     assert record.same, "biases, training modes and hooks are the same objects"
     assert record.model.state_dict().keys() == plain.state_dict().keys()
     assert record.model(inputs()).isfinite().all()
-    for library in (b"torchao", b"modelopt", b"compressed_tensors", b"transformers"):
+    for library in (b"torchao", b"modelopt", b"compressed_tensors", b"transformers", b"bitsandbytes"):
         assert library not in record.pickled, "a model that is unpickled needs none of them"
 
 
@@ -96,6 +98,32 @@ def test_a_division_by_the_global_scale_is_told_where_it_is_no_product(peers: di
         assert "divides by its global scale" in entry.note
         assert torch.equal(linear.weight.payload, record.released[key])
         assert torch.equal(linear.weight.dequantize(), record.values[key])  # in bf16 nothing of it is left
+
+
+def test_eight_bits_of_bitsandbytes_keep_their_codes(peers: dict[str, Any]) -> None:
+    """Theirs: codes * SCB * fp32(1/127); ours: codes * fp32(SCB / 127). Each of the five roundings is 2^-24 at most."""
+    record, codes = peers["eight bits"]
+    for key, linear in linears(record.model).items():
+        entry, expected = record.report[f"{key}.weight"], record.values[key]
+        assert isinstance(entry.recipe, Int8RowScaling)
+        assert not entry.exact
+        assert entry.error.relative < 5 * 2.0**-24
+        found = linear.weight.dequantize(torch.float32)
+        assert ((found - expected).abs() <= 5 * 2.0**-24 * expected.abs()).all()
+        assert "quantized its inputs" in entry.note
+        assert type(linear) is nn.Linear
+    assert torch.equal(record.model[0].weight.payload, codes)
+    assert b"bitsandbytes" not in record.pickled
+
+
+def test_blocks_that_run_on_over_rows_are_what_was_quantized(peers: dict[str, Any]) -> None:
+    """Of normal numbers NF4 is off by a tenth; a decoder that takes blocks of rows is off by far more here."""
+    model, report, weight = peers["uneven"]
+    assert report["0.weight"].recipe == NF4BlockScaling(block=32)
+    assert "run on over the ends of rows" in report["0.weight"].note
+    found = model[0].weight.dequantize(torch.float32)
+    assert error_between(found, weight).relative < 0.15
+    assert ((found - weight).norm(dim=1) < 0.2 * weight.norm(dim=1)).all()
 
 
 def test_arbitrary_bytes_decode_as_torchaos(peers: dict[str, Any]) -> None:
@@ -196,7 +224,7 @@ def test_it_is_exported_where_a_layout_has_it(peers: dict[str, Any], name: str, 
     model = adopted(peers, name)
     kind = kind_of(model[0].weight.recipe)
     if kind is None or Scheme.of(kind, calibrated=False) not in layout_named("compressed-tensors").schemes:
-        assert name == "torchao Float8 1x128"  # no layout has row blocks of Float8
+        assert name == "torchao Float8 1x128" or name.startswith("bitsandbytes NF4")  # no layout has these
         return
     config = {"model_type": "tiny", "architectures": ["Tiny"]}
     export_hf(model.state_dict(), tmp_path / "out", layout="compressed-tensors", config=config, progress=False)
@@ -275,7 +303,9 @@ def test_the_refusal_tells_the_error_of_requantizing(peers: dict[str, Any]) -> N
 
 def test_a_model_without_such_modules_is_refused(peers: dict[str, Any]) -> None:
     assert peers["nothing"].startswith("adopt: the quantizers of all these modules are switched off")
-    with pytest.raises(ValueError, match="no quantized modules of torchao, transformers, compressed-tensors, modelopt"):
+    with pytest.raises(
+        ValueError, match="no quantized modules of torchao, transformers, compressed-tensors, bitsandbytes"
+    ):
         adopt(dense())
     with pytest.raises(TypeError, match="include is a list of patterns, got '0'"):
         adopt(dense(), include="0")
@@ -300,8 +330,8 @@ def test_a_released_model_is_torchaos_again(peers: dict[str, Any], name: str) ->
     for key in LAYERS:
         for part, value in before[key].items():
             assert torch.equal(_raw(after[key][part]), _raw(value))
-        if name in ("torchao INT4 256", "torchao NVFP4 one level"):
-            continue  # in two groups of 128 with the same scales; with a global scale of 1
+        if name in ("torchao INT4 256", "torchao NVFP4 one level", "torchao INT8 tensor"):
+            continue  # in two groups of 128 with the same scales; with a global scale of 1; a row each
         assert found["tensors"][key].keys() == found["originals"][key].keys()
         assert all(torch.equal(found["tensors"][key][part], value) for part, value in found["originals"][key].items())
     assert found["recipes"][0] == found["recipes"][1]
