@@ -185,7 +185,7 @@ def test_every_block_has_an_owner_and_a_counterpart() -> None:
 
 def test_the_versions_on_the_page_are_those_that_are_tested() -> None:
     listed = dict(re.findall(r"^\| \[([\w-]+)\]\(.+ \| ([\d.]+) \|$", page("coming_from/README.md").text, re.M))
-    assert set(listed) == {"torchao", "transformers", "compressed-tensors", "ModelOpt"}
+    assert set(listed) == {"torchao", "transformers", "compressed-tensors", "bitsandbytes", "ModelOpt"}
     pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (REPO / "constraints.txt").read_text(encoding="utf-8"), re.M))
     for name, version in listed.items():
         assert pinned[{"ModelOpt": "nvidia-modelopt"}.get(name, name)] == version
