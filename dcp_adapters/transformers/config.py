@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.quantizers import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -115,7 +116,8 @@ def quantized_config(
         options: of `AutoConfig.from_pretrained`.
 
     Returns:
-        What its config.json says, with a `QTensorConfig(None)` in place of its `quantization_config`.
+        What its config.json says, with a `QTensorConfig(None)` in place of its `quantization_config`; its dtype is bf16
+        if none is said.
 
     Raises:
         ValueError: the directory is dense, or its config.json does not say that it is quantized.
@@ -135,6 +137,9 @@ def quantized_config(
         )
     for one in places:
         one.quantization_config = None
+    # transformers would take the dtype of some tensor in the files, which may be that of scales.
+    if config.dtype is None:
+        config.dtype = torch.bfloat16
     # As JSON: transformers makes configurations of objects only where it made the objects itself.
     config.quantization_config = QTensorConfig(None, layout=layout, fused_scales=fused_scales).to_dict()
     return config

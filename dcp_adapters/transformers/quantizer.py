@@ -2,7 +2,7 @@
 
 transformers' order:
 
-    update_dtype, preprocess_model    the model is on the meta device: which weights, or an error
+    preprocess_model                  the model is on the meta device: which weights, or an error
     update_weight_conversions         the rules by which tensors of the files become weights
     postprocess_model                 all is loaded, initialised and tied
     get_state_dict_and_metadata       save_pretrained; config.json is written next
@@ -36,7 +36,7 @@ from qtensor.model.built_model import choose_linears
 from qtensor.model.loading import watch_loads
 from qtensor.model.model_init import quantize_weight
 from qtensor.spec.recipes import Recipe
-from qtensor.spec.registry import APPEARANCE_DTYPES, specs_of
+from qtensor.spec.registry import specs_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 USUAL = "compressed-tensors"
@@ -76,10 +76,6 @@ class QTensorQuantizer(HfQuantizer):  # type: ignore[misc] # transformers has no
                 "ones do not allow; set FSDP_CPU_RAM_EFFICIENT_LOADING=false (fsdp_cpu_ram_efficient_loading "
                 f"in accelerate's config), so that each rank reads the files, or {IMPORT}"
             )
-
-    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return bf16 in place of a dtype of codes, which transformers finds if config.json does not say one."""
-        return dtype if dtype in APPEARANCE_DTYPES else torch.bfloat16
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Return the bytes of an element, scales among them; `device_map="auto"` divides memory by it."""

@@ -38,6 +38,7 @@ from tests.dcp_adapters.hf.renamed_models import CONFIGS, built, logits
 from tests.dcp_adapters.hf.test_client_gpt_oss import quantized_experts, tiny
 from tests.ranks import run_ranks
 from tests.recipes import MAIN
+from tests.sampling import sampled
 
 STATIC = ("_proj",)
 LAYOUTS = [
@@ -120,7 +121,11 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in found.items() if isinstance(value, QuantizedTensor)}
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"LlamaForCausalLM", "Llama4ForCausalLM"}))
+@sampled(
+    "name",
+    sorted(CONFIGS.keys() - {"LlamaForCausalLM", "Llama4ForCausalLM"}),
+    ["DeepseekV3ForCausalLM", "LlavaForConditionalGeneration", "MixtralForCausalLM"],
+)
 def test_names_of_files_that_differ_from_those_in_memory(name: str, tmp_path: Path) -> None:
     """Weights of experts are put together, and taken apart again, in the names of the files that they came from."""
     built(name).save_pretrained(tmp_path / "dense")
@@ -156,6 +161,19 @@ def test_several_files_and_another_dtype(tmp_path: Path) -> None:
         assert {part: bits(held) for part, held in weight.parts().items()} == {
             part: bits(held) for part, held in expected[name].parts().items()
         }
+
+
+def test_a_directory_that_does_not_say_its_dtype(tmp_path: Path) -> None:
+    """transformers takes that of some tensor, which may be one of scales."""
+    model = llama()
+    quantize_(model, Float8CurrentScaling())
+    export_hf(model, tmp_path, progress=False)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said.pop("dtype", said.pop("torch_dtype", None)) == "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    found = load(tmp_path)
+    assert assert_holds(found, import_hf(tmp_path, progress=False)) == 15
+    assert found.dtype == torch.bfloat16
 
 
 def test_the_recipe_that_a_directory_records(tmp_path: Path) -> None:
