@@ -40,7 +40,7 @@ from qtensor.spec.registry import specs_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 USUAL = "compressed-tensors"
-IMPORT = "quantize_ a model on the meta device, shard it, and load by import_hf(directory, model)"
+IMPORT = 'take device_map="meta", shard the model, and load by import_hf(directory, model)'
 
 
 @register_quantizer(METHOD)

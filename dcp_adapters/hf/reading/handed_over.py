@@ -26,7 +26,7 @@ from dcp_adapters.records.expand import entry_of
 from dcp_adapters.records.rotations import advise_rotating, is_marker
 from qtensor.model.model_init import uses_linear
 
-LOAD = "quantize_ a model on the meta device by the directory's recipe, and load it by import_hf"
+LOAD = "quantize_ a model by the directory's recipe, on the meta device, and load it by import_hf(directory, model)"
 
 
 @dataclass(frozen=True)

@@ -310,6 +310,34 @@ def test_it_is_sharded_once_it_is_loaded(shared_tmp_path: Path) -> None:
     assert_same_files(shared_tmp_path / "in", shared_tmp_path / "out")
 
 
+def _fills_shards(directory: str, quantized: bool) -> int:
+    """On the meta device each rank has the model's form; then it reads its shards alone."""
+    path = Path(directory)
+    its = {"config": quantized_config(path / "in")} if quantized else {}
+    its |= {} if quantized else {"quantization_config": QTensorConfig(MXFP8BlockScaling())}
+    model: Any = AutoModelForCausalLM.from_pretrained(path / "in", device_map="meta", **its)
+    assert {param.device.type for param in model.parameters()} == {"meta"}
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # a table that no file holds
+    import_hf(path / "in", model, progress=False)
+    export_hf(model, path / "out", progress=False)
+    return sum(isinstance(local_of(param), QuantizedTensor) for param in model.parameters())
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_on_the_meta_device_it_is_sharded_before_it_is_read(quantized: bool, shared_tmp_path: Path) -> None:
+    model = llama()
+    if quantized:
+        export(shared_tmp_path / "in", MXFP8BlockScaling())
+    else:
+        model.save_pretrained(shared_tmp_path / "in")
+        export(shared_tmp_path / "expected", MXFP8BlockScaling(), model=model)
+    assert run_ranks(2, _fills_shards, str(shared_tmp_path), quantized) == [14, 14]
+    assert_same_files(shared_tmp_path / ("in" if quantized else "expected"), shared_tmp_path / "out")
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
