@@ -45,12 +45,7 @@ def main(argv: list[str] | None = None) -> list[float]:
 
     rows = [(torch.arange(16) * (row % 4 + 1) + row // 4) % TINY["vocab_size"] for row in range(STEPS * BATCH)]
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
-    options: dict[str, Any] = {
-        "save_steps": 3,
-        "save_only_model": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-    }
+    options: dict[str, Any] = {"save_steps": 3, "use_cpu": True, "dataloader_pin_memory": False}
     options |= {"logging_steps": 1, "disable_tqdm": True, "report_to": "none", "max_steps": STEPS}
     options |= {"per_device_train_batch_size": BATCH // dist.get_world_size()}
     given = {"train_dataset": data, "optimizers": (optimizer, scheduler)}
