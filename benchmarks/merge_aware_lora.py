@@ -47,11 +47,11 @@ from qtensor import MXFP4BlockScaling, NVFP4BlockScaling, merge_, merge_aware, q
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples"))  # the examples are scripts, which import one another by bare name
-import smollm2  # noqa: E402
+import smollm2  # type: ignore[import-not-found, unused-ignore] # noqa: E402
 
 RECIPES: dict[str, Callable[[], Any]] = {"nvfp4": NVFP4BlockScaling, "mxfp4": MXFP4BlockScaling}
 MODES = ("plain", "through", "last quarter")
-RATES = (1e-4, 1e-3)
+RATES = (1e-2, 1e-3)
 COLUMNS = ("recipe", "rate", "trained", "adapter", "merged", "minus (s.e.)", "survived", "norm")
 Say = Callable[[str], object]
 Ways = tuple[list[str], list[float], list[str]]
@@ -62,7 +62,7 @@ Pair = tuple[Tensor, Tensor]  # what enters the last layers, [n, T, hidden], and
 class Settings:
     """What all runs of a file share."""
 
-    steps: int = 32
+    steps: int = 24
     layers: int = 2
     rank: int = 8
     alpha: int = 16
@@ -102,8 +102,9 @@ def tail_of(settings: Settings, rows: Tensor) -> tuple[nn.Module, Tensor]:
 
 def losses_of(model: nn.Module, hidden: Tensor, rows: Tensor) -> Tensor:
     """Next-token loss in nats of each row, [n]."""
-    logits = model(inputs_embeds=hidden, use_cache=False).logits[:, :-1].float()  # [n, T - 1, vocabulary]
-    return F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").mean(1)
+    logits: Tensor = model(inputs_embeds=hidden, use_cache=False).logits[:, :-1].float()  # [n, T - 1, vocabulary]
+    losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+    return losses.view(len(rows), -1).mean(1)
 
 
 @torch.no_grad()
@@ -113,7 +114,7 @@ def block_losses(model: nn.Module, held_out: Sequence[Tensor]) -> list[float]:
     return [loss for hidden, rows in pairs for loss in losses_of(model, hidden, rows).tolist()]
 
 
-def adapted(base: nn.Module, settings: Settings) -> nn.Module:
+def adapted(base: nn.Module, settings: Settings) -> Any:
     """A copy of the base with LoRA on all linears of its last layers."""
     from peft import LoraConfig, get_peft_model
 
@@ -188,7 +189,8 @@ def layer_figures(recipe: str, *, rows: int = 1536, columns: int = 576, rank: in
             model(x).sum().backward()
 
         told: dict[str, Any] = {"times peft": {}, "kept_bytes": {"peft": kept_for_backward(model, x)}}
-        for way, keep in (("through", "nothing"), ("kept", "merged")):
+        keeps: dict[str, Any] = {"through": "nothing", "kept": "merged"}
+        for way, keep in keeps.items():
             aware = merge_aware(model, keep=keep)
 
             def through(aware: Any = aware, call: Callable[[], None] = call) -> None:
@@ -285,10 +287,9 @@ def answer(path: Path, ways: Ways, settings: Settings, say: Say = print) -> dict
     bases = {}
     for recipe in recipes:
         base = bases[recipe] = copy.deepcopy(dense)
-        for layer in base.model.layers:
-            quantize_(layer, RECIPES[recipe]())
+        quantize_(base.get_submodule("model.layers"), RECIPES[recipe]())
         results["base"][recipe] = [round(loss, 5) for loss in block_losses(base, held_out)]
-    for mode, recipe, rate in itertools.product(modes, recipes, rates):
+    for rate, recipe, mode in itertools.product(rates, recipes, modes):
         name = f"{recipe} | {rate:g} | {mode}"
         if name not in results["runs"]:
             run = train(bases[recipe], (mode, rate), data, held_out, settings)
@@ -307,6 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES[:2]))
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "2026-11-29-merge-aware-lora.json"
     )
