@@ -48,8 +48,8 @@ def release(
 
     Example:
         ```python
-        >>> report = adopt(model)  # doctest: +SKIP
-        >>> names = release(model, "torchao")  # doctest: +SKIP
+        >>> report = adopt(model)
+        >>> names = release(model, "torchao")
         ```
     """
     if library not in GIVES:

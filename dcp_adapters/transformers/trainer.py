@@ -51,9 +51,9 @@ class QuantizedTrainer(Trainer):  # type: ignore[misc] # transformers has no typ
 
     Example:
         ```python
-        >>> trainer = QuantizedTrainer(model, args, optimizers=(optimizer, None))  # doctest: +SKIP
-        >>> trainer.train(resume_from_checkpoint="runs/checkpoint-500")  # doctest: +SKIP
-        >>> class Tuner(QuantizedTrainer, trl.SFTTrainer): ...  # doctest: +SKIP
+        >>> trainer = QuantizedTrainer(model, args, optimizers=(optimizer, None))
+        >>> trainer.train(resume_from_checkpoint="runs/checkpoint-500")
+        >>> class Tuner(QuantizedTrainer, trl.SFTTrainer): ...
         ```
     """
 

@@ -36,6 +36,10 @@ NOT_RUN = {  # public name: why its example is only compiled
     "dcp_adapters.GroupReceiver": "needs a second process; docs/engines.md runs both ends",
     "dcp_adapters.GroupSender": "needs a second process; docs/engines.md runs both ends",
     "dcp_adapters.join_group": "needs a second process; docs/engines.md runs both ends",
+    **dict.fromkeys(
+        ("dcp_adapters.adopt", "dcp_adapters.release", "dcp_adapters.AdoptionReport", "dcp_adapters.AdoptedWeight"),
+        "needs a model that another library quantized; tests/docs/test_coming_from.py runs the pages of these",
+    ),
     "dcp_adapters.export_gguf": "needs a GGUF file of the same model; tests/dcp_adapters/gguf runs it",
     "dcp_adapters.vllm_source": "needs vLLM; tests/dcp_adapters/streams/test_vllm_source.py calls it",
 }

@@ -343,7 +343,7 @@ def _raw(part: Any) -> Any:
 
 def test_modules_of_compressed_tensors_are_compressed_again(peers: dict[str, Any]) -> None:
     """Their tensors, by name and value, and the output when both are decompressed, inputs left as they are."""
-    assert len(peers["compressed again"]) == 7
+    assert len(peers["compressed again"]) == 8
     assert set(peers["compressed again"].values()) == {(True, True)}, peers["compressed again"]
 
 
