@@ -24,6 +24,7 @@ from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 BROKEN = 1  # the rank
 NO_MEMORY = "OutOfMemoryError: no memory"
 PLAIN: dict[str, Any] = {}
+WHERE = ("before", "advance", "put_together", "orthogonalized")
 
 
 def collectives(how: str, options: dict[str, Any], chunk: int) -> dict[str, int]:
@@ -134,7 +135,7 @@ def fails(case: tuple[str, dict[str, Any]], how: str) -> None:
 
 
 def test_a_rank_that_fails_tells_the_others_wherever_it_does() -> None:
-    cases = [(where, options) for where in ("before", "advance", "orthogonalized") for options in (PLAIN, SMALL)]
+    cases = [(where, options) for where in WHERE for options in (PLAIN, SMALL)]
     run_ranks_each(3, cases, fails, "fsdp")
 
 

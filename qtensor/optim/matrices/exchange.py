@@ -4,7 +4,7 @@ Every parcel is a piece in bf16, laid out by rows. A whole matrix is memory of i
 may choose their way by where a matrix begins.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,8 @@ from qtensor.optim.matrices.plan import Bucket, Parcel
 WIRE = torch.bfloat16  # what torch's Muon makes of its update first, and what the orthogonal matrix is in
 
 
-def gather(bucket: Bucket, own: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> dict[int, Tensor]:
-    """Return the whole matrices that this rank owns, by their numbers in the bucket; a collective for each hop.
+def gather(bucket: Bucket, own: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> dict[Parcel, Tensor]:
+    """Return the pieces of the matrices that this rank owns, flat; a collective for each hop.
 
     Args:
         bucket: what is sent to whom.
@@ -27,14 +27,17 @@ def gather(bucket: Bucket, own: Sequence[Tensor], groups: Sequence[dist.ProcessG
     held = {Parcel(number, bucket.here): piece for number, piece in enumerate(own)}
     for hop in bucket.hops:
         held = _send(bucket, held, (hop.sends, hop.receives), groups[hop.axis], own[0].device)
-    wholes = {}
-    for number, (matrix, owner) in enumerate(zip(bucket.matrices, bucket.owners, strict=True)):
-        if owner != bucket.here:
-            continue
-        whole = wholes[number] = torch.empty(matrix.shape, dtype=WIRE, device=own[0].device)
-        for source, piece in enumerate(matrix.pieces):
-            piece.of(whole).copy_(held.pop(Parcel(number, source)).reshape(piece.rows, piece.columns))
-    return wholes
+    return held
+
+
+def put_together(bucket: Bucket, number: int, held: MutableMapping[Parcel, Tensor]) -> Tensor:
+    """Return the matrix of this number in the bucket, bf16 [N, K], of its pieces, which are taken out of `held`."""
+    matrix = bucket.matrices[number]
+    pieces = [held.pop(Parcel(number, source)) for source in range(len(matrix.pieces))]
+    whole = torch.empty(matrix.shape, dtype=WIRE, device=pieces[0].device)
+    for at, piece in zip(matrix.pieces, pieces, strict=True):
+        at.of(whole).copy_(piece.reshape(at.rows, at.columns))
+    return whole
 
 
 def scatter(
@@ -44,13 +47,13 @@ def scatter(
 
     Args:
         bucket: what was sent to whom.
-        wholes: the matrices that this rank owns, by their numbers in the bucket.
+        wholes: the matrices that this rank owns, by their numbers in the bucket; one that is missing is sent as NaN.
         groups: the ranks in line with this one along each dim of the grid.
         device: where the pieces are.
     """
     held = {
-        Parcel(number, source): piece.of(whole)
-        for number, whole in wholes.items()
+        Parcel(number, source): piece.of(wholes[number]) if number in wholes else nan_of((piece.numel,), device)
+        for number in bucket.owned
         for source, piece in enumerate(bucket.matrices[number].pieces)
     }
     for hop in reversed(bucket.hops):
@@ -60,6 +63,11 @@ def scatter(
         piece = matrix.pieces[bucket.here]
         own.append(held[Parcel(number, bucket.here)].reshape(piece.rows, piece.columns))
     return own
+
+
+def nan_of(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return NaN of a shape, bf16, in the memory of one element: for a rank that has no memory left, say."""
+    return torch.full((), torch.nan, dtype=WIRE, device=device).expand(*shape)
 
 
 def _send(

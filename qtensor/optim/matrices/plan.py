@@ -58,6 +58,11 @@ class Bucket(NamedTuple):
     hops: tuple[Hop, ...]
     here: int
 
+    @property
+    def owned(self) -> list[int]:
+        """The numbers of the matrices that this rank orthogonalizes."""
+        return [number for number, owner in enumerate(self.owners) if owner == self.here]
+
 
 def plan(matrices: tuple[Matrix, ...], sizes: tuple[int, ...], here: tuple[int, ...], most: int) -> tuple[Bucket, ...]:
     """Return the buckets of matrices that the ranks of a grid hold between them.

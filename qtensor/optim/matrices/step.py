@@ -5,8 +5,8 @@
              updates of pieces -> the owners' whole matrices -> orthogonal -> pieces (exchange.py)
 
 A rank that fails in between goes on to the end of the exchanges, with NaN for what it cannot compute, since others wait
-for it there. It raises behind them, and so do all others where they agree on the step (step_agreement.py): nothing
-quantized has been written then.
+for it there; all that it needs for this is memory for what is sent and what comes. It raises behind them, and so do all
+others where they agree on the step (step_agreement.py): nothing quantized has been written then.
 """
 
 import functools
@@ -23,7 +23,7 @@ from fsdp_hooks.torch_private import dtensor_around, local_of
 from fsdp_hooks.versions import count_writes
 from qtensor.optim.masters import bytes_of, gradient_of
 from qtensor.optim.matrices.arithmetic import MOMENTUM, advance, check_arithmetic, move, orthogonalized
-from qtensor.optim.matrices.exchange import WIRE, gather, scatter
+from qtensor.optim.matrices.exchange import gather, nan_of, put_together, scatter
 from qtensor.optim.matrices.pieces import Cut, Grid, cut_of, grid_of, is_here, pieces_of
 from qtensor.optim.matrices.plan import Bucket, Matrix, plan
 from qtensor.states.kinds import CHUNK, CHUNK_ELSEWHERE
@@ -168,14 +168,22 @@ class MatrixStep:
     def _exchange(
         self, params: Sequence[Tensor], updates: MutableMapping[Tensor, Tensor], bucket: Bucket, grid: Grid
     ) -> list[Tensor]:
-        own = [updates.pop(param) if param in updates else _nan(local_of(param)) for param in params]
-        groups = grid.groups
-        wholes = gather(bucket, own, groups)
+        groups, device = grid.groups, local_of(params[0]).device
+        own = [updates.pop(param) if param in updates else nan_of(local_of(param).shape, device) for param in params]
+        held = gather(bucket, own, groups)
         del own
-        for number, whole in wholes.items():
+        wholes = {}
+        for number in bucket.owned:
+            made = self.attempt(functools.partial(put_together, bucket, number, held))
+            if made is not None:
+                wholes[number] = made
+        held.clear()  # a failure may have left pieces
+        for number in list(wholes):
+            whole = wholes.pop(number)
             made = self.attempt(functools.partial(orthogonalized, whole, self._options(params[number])))
-            wholes[number] = whole.fill_(torch.nan) if made is None else made
-        return scatter(bucket, wholes, groups, local_of(params[0]).device)
+            if made is not None:
+                wholes[number] = made
+        return scatter(bucket, wholes, groups, device)
 
     def _options(self, param: Tensor) -> Mapping[str, Any]:
         return self._inner.param_groups[self._groups[param]]
@@ -222,7 +230,3 @@ def _agree(
     reduced, _ = max_over_groups(WHAT, labels, list(flags.to(device).unbind()), groups)
     agreed = torch.stack(reduced[1:]).tolist() if matrices else []
     return {one[0]: (bool(some), not lacking) for one, (some, lacking) in zip(matrices, agreed, strict=True)}
-
-
-def _nan(shard: Tensor) -> Tensor:
-    return torch.full(shard.shape, torch.nan, dtype=WIRE, device=shard.device)
