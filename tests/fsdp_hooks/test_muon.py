@@ -184,6 +184,26 @@ def test_so_does_every_mesh(ranks: int, how: str) -> None:
     run_ranks_each(ranks, cases, equals_one_process, how)
 
 
+def groups_have_options_of_their_own(small: dict[str, Any]) -> None:
+    """Matrices of all groups travel together; one group comes later, and a scheduler moves what the first two have."""
+    found = []
+    for cut in (False, True):
+        model = sharded(built("mxfp8"), "fsdp") if cut else built("mxfp8")
+        tall, wide, few, last = model.named_parameters()
+        own = {"params": [wide, few], "lr": 0.3, "nesterov": False, "ns_steps": 2, "momentum": 0.5, "weight_decay": 0.0}
+        optimizer = MasterWeightOptimizer(torch.optim.Muon, [{"params": [tall]}, own], lr=torch.tensor([0.02]), **small)
+        train(model, optimizer, range(1))
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+        optimizer.add_param_group({"params": [last], "lr": 0.1, "ns_steps": 1, "adjust_lr_fn": "match_rms_adamw"})
+        train(model, optimizer, range(1, 3))
+        found.append(everything(model, optimizer))
+    assert_same(found[1], found[0], f"{small}")
+
+
+def test_groups_have_options_of_their_own() -> None:
+    run_ranks_each(2, [{}, SMALL], groups_have_options_of_their_own)
+
+
 def test_one_process_is_torchs_muon_on_fp32() -> None:
     """With a master for each weight, the master; and steps that are split, as those on compressed states are, too."""
     for options in ({}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}, {"moments": "float8"}):

@@ -159,6 +159,38 @@ def test_ranks_that_list_other_matrices_are_refused() -> None:
         assert "few.weight" in message
 
 
+def lists_them_in_another_order(names: bool) -> None:
+    """Without names, shapes tell them apart. Of 4 matrices one of 2 ranks owns several: what it gets is in an order."""
+    found = []
+    for cut in (False, True):
+        model = sharded(built("mxfp8"), "fsdp") if cut else built("mxfp8")
+        listed: list[Any] = [*model.named_parameters()] if names else [*model.parameters()]
+        turned = listed[::-1] if cut and dist.get_rank() == 1 else listed
+        optimizer = MasterWeightOptimizer(torch.optim.Muon, turned, lr=0.1)
+        train(model, optimizer, range(2))
+        found.append(everything(model, optimizer))
+    assert_same(found[1], found[0], f"names: {names}")
+
+
+def test_ranks_may_list_matrices_in_another_order() -> None:
+    run_ranks_each(2, [True, False], lists_them_in_another_order)
+
+
+def counts_its_writes() -> None:
+    """Of weights in fp32, too, which are their own masters: a backward that needs the old values is to raise."""
+    for name in ("fp32", "mxfp8"):
+        model = sharded(built(name), "fsdp")
+        optimizer = optimizer_of(model)
+        held = [one for param in model.parameters() for one in (param, local(param))]
+        before = [one._version for one in held]
+        train(model, optimizer, range(1))
+        assert all(one._version > old for one, old in zip(held, before, strict=True)), name
+
+
+def test_a_step_counts_as_a_write_into_shards() -> None:
+    run_ranks(2, counts_its_writes)
+
+
 def placed_otherwise() -> None:
     models = [sharded(built(None), "fsdp") for _ in range(2)]
     optimizers = [optimizer_of(model) for model in models]
