@@ -123,8 +123,26 @@ def _problem(one: Candidate, tensors: list[Tensor], holders: Mapping[int, str]) 
             "accelerate moves its tensors around each forward; load the model without offloading (device_map=None), or "
             "call accelerate.hooks.remove_hook_from_submodules"
         )
+    if _forward_is_lost(one):
+        return (
+            "its forward was replaced on this one module, by neither the library nor its class, and would be lost; put "
+            "it into a class or a hook, or adopt before it is replaced"
+        )
     tied = next((holders[id(tensor)] for tensor in tensors if id(tensor) in holders), None)
     return None if tied is None else f"its tensors are tied to {tied}, which is not adopted; adopt both or neither"
+
+
+def _forward_is_lost(one: Candidate) -> bool:
+    """Return whether a module has a forward of its own that `drops` would take: not its class's, nor the library's."""
+    forward = vars(one.module).get("forward")
+    if forward is None or "forward" not in one.source.drops:
+        return False
+    function = getattr(forward, "__func__", None)
+    if any(vars(kind).get("forward", forward) is function for kind in type(one.module).__mro__):
+        return False
+    # functools.wraps gives a function the names of another; where it was written stays
+    written_in = str(getattr(function, "__globals__", {}).get("__name__"))
+    return written_in.partition(".")[0] != one.source.library.replace("-", "_")
 
 
 def why_no_linear(one: Candidate, outcome: Outcome) -> str | None:

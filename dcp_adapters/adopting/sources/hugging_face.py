@@ -88,6 +88,7 @@ LINEARS = Source(
     drops=(
         *("weight_scale_inv", "activation_scale"),
         *("has_bias", "block_size", "activation_scheme", "_hf_quantized_needs_local_tp", "_deepgemm_disabled"),
+        "forward",  # that of its class, if it stands in the module
     ),
     becomes=lambda module: nn.Linear,
 )

@@ -134,6 +134,9 @@ def take(module: nn.Module) -> Mapping[str, Outcome]:
     if any(getattr(one, "rotate_is_enabled", False) or getattr(one, "bias", None) for one in quantizers):
         reason = "it rotates or shifts what it quantizes, which an nn.Linear does not do"
         return {"weight": Refused(reason=reason)}
+    if "_forward_pre_dm" in vars(linear):
+        reason = "its forward was replaced before ModelOpt took it, which calls that, and an nn.Linear would not"
+        return {"weight": Refused(reason=reason)}
     if hasattr(linear.weight_quantizer, "_svdquant_lora_a"):
         return {"weight": Refused(reason="it has factors of SVDQuant beside it, which an nn.Linear does not have")}
     one = _Packed(linear)
@@ -180,6 +183,7 @@ LINEARS = Source(
         *QUANTIZERS,
         *("_dm_attribute_manager", "_enable_weight_quantization", "_parallel_state", "_load_from_state_dict"),
         *("_use_real_quant_gemm", "_real_quant_gemm_impl"),
+        "forward",  # that of its class, which some calibrations leave behind
     ),
     becomes=own_class,
 )

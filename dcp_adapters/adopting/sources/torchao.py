@@ -36,6 +36,7 @@ from qtensor.tensor.quantized_tensor import QuantizedTensor
 ELEMENT_OF = {dtype: element for element, (dtype, _) in ELEMENTS.items()}
 ROUNDING_OF = {"FLOOR": "floor", "RCEIL": "up"}  # of torchao's ScaleCalculationMode
 INPUTS = "torchao quantized its inputs by other formulas; here they stay as they are"
+OF_INPUTS = ("act_quant_kwargs", "act_quant_scale", "activation_quantization")  # of its tensors, where it does so
 
 
 def unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
@@ -112,10 +113,15 @@ def _nvfp4(weight: Any) -> Outcome:
 
 
 def _scale(weight: Any, block: int) -> Tensor:
-    """Return the scales of blocks row by row."""
+    """Return the scales of blocks row by row; as they are if their tiles are not those of this shape, none of a weight.
+
+    A transposed weight has the tiles of the other shape: as many bytes if it is square, and in another order.
+    """
     rows, columns = weight.shape
     scale: Tensor = weight.scale
-    return unswizzled(scale, rows, columns // block) if weight.is_swizzled_scales else scale
+    blocks = columns // block
+    tiles = -(-rows // 128) * 32, -(-blocks // 4) * 16
+    return unswizzled(scale, rows, blocks) if weight.is_swizzled_scales and scale.shape == tiles else scale
 
 
 def _intx(weight: Any) -> Outcome:
@@ -151,8 +157,6 @@ def _int4(weight: Any) -> Outcome:
     def refused(reason: str) -> Refused:
         return Refused(reason=reason, values=values, nearest=groups_of(weight.shape[1], group), note=note)
 
-    if weight.act_pre_scale is not None:
-        return Refused(reason="inputs are multiplied by act_pre_scale, which an nn.Linear here does not do")
     if bool((zero != 0).any()):
         return refused("zero points, which INT4 here does not have")
     return int4_taken(lambda: payload, scale, group, weight.dtype, refused, note)
@@ -202,18 +206,32 @@ def take(module: nn.Module) -> Mapping[str, Outcome]:
         return take_other(module)
     if weight.dtype not in APPEARANCE_DTYPES or weight.ndim != 2:
         return {"weight": Refused(reason=f"a weight {tuple(weight.shape)} that appears in {weight.dtype}")}
-    return {"weight": found(weight)}
+    return {"weight": _scaled_inputs(weight) or found(weight)}
+
+
+def _scaled_inputs(weight: Any) -> Refused | None:
+    """Refuse weights of AWQ and SmoothQuant: their values are those of the layer only beside a factor of the inputs."""
+    if getattr(weight, "act_pre_scale", None) is None:
+        return None
+    return Refused(reason="inputs are multiplied by act_pre_scale, which an nn.Linear here does not do")
 
 
 def take_other(module: nn.Module) -> Mapping[str, Outcome]:
     """Refuse what no source knows."""
     weight: Any = module._parameters.get("weight")
-    its = any(kind.__module__.startswith("torchao.") for kind in type(weight).__mro__)
-    values = getattr(weight, "dequantize", None) if its else None
+    if (scaled := _scaled_inputs(weight)) is not None:
+        return {"weight": scaled}
+    # every tensor of torch has a `dequantize`, which decodes none of these
+    its = any("dequantize" in vars(kind) for kind in type(weight).__mro__ if kind.__module__.startswith("torchao."))
     reason = "no recipe here is known to hold it"
-    if values is None:
+    if not its:
         reason += "; if it simulates quantization, convert it first (torchao.quantization)"
-    return {"weight": Refused(reason=reason, values=values, nearest=Float8CurrentScaling())}
+        return {"weight": Refused(reason=reason)}
+    note = INPUTS if any(getattr(weight, name, None) is not None for name in OF_INPUTS) else ""
+    if getattr(weight, "output_act_quant_kwargs", None) is not None:
+        note = "; ".join(filter(None, (note, "its outputs were quantized; here they are not")))
+    near = Float8CurrentScaling()
+    return {"weight": Refused(reason=reason, values=weight.dequantize, nearest=near, note=note)}
 
 
 TENSORS = Source(library="torchao", classes=frozenset(TAKES), take=take, drops=("extra_repr",), give=give)

@@ -242,6 +242,18 @@ def _modelopt(config: str, recipe: str, **sizes: int) -> Foreign:
     return Foreign(model, values, recipe)
 
 
+def _left_behind() -> Foreign:
+    """A forward that a calibration of ModelOpt put into its modules and took away: that of the class stays there."""
+    from modelopt.torch.utils.network import bind_forward_method, unpatch_forward_method
+
+    foreign = _modelopt("FP8_DEFAULT_CFG", FP8_TENSOR)
+    for linear in linears(foreign.model).values():
+        bind_forward_method(linear, lambda self, x: x, "_kept")
+        unpatch_forward_method(linear, "_kept")
+        assert "forward" in vars(linear)
+    return foreign
+
+
 # -- bitsandbytes ------------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +326,7 @@ FOREIGN: dict[str, Callable[[], Foreign]] = {
     ),
     "compressed-tensors MXFP4 dense": partial(compressed, "MXFP4A16", "MXFP4BlockScaling", dense_again=True),
     "ModelOpt FP8": partial(_modelopt, "FP8_DEFAULT_CFG", FP8_TENSOR),
+    "ModelOpt FP8 patched": _left_behind,
     "ModelOpt FP8 row": partial(_modelopt, "FP8_PER_CHANNEL_PER_TOKEN_CFG", FP8_ROW),
     "ModelOpt FP8 blocks": partial(
         _modelopt, "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", "Float8BlockScaling", inner=256, out=128

@@ -22,9 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from dcp_adapters import AdoptionReport, adopt, release
-from qtensor import Int4GroupScaling, QuantizedTensor
+from qtensor import Float8CurrentScaling, Int4GroupScaling, QuantizedTensor
 from tests.dcp_adapters.adopting.models import FOREIGN, IN, bitsandbytes_8bit, compressed, inputs, linears
-from tests.dcp_adapters.adopting.refused import REFUSED, fp8_of_other_blocks, int4_tensors, switched_off, zero_points
+from tests.dcp_adapters.adopting.refused import (
+    REFUSED,
+    fp8_of_other_blocks,
+    int4_tensors,
+    int8_tensors,
+    switched_off,
+    zero_points,
+)
 
 COMPRESSED = [name for name in FOREIGN if name.startswith("compressed-tensors") and not name.endswith("dense")]
 
@@ -202,6 +209,16 @@ def requantized() -> tuple[Any, AdoptionReport, dict[str, Tensor]]:
     return model, adopt(model, requantize=Int4GroupScaling(group=32)), values
 
 
+def int8_inputs() -> AdoptionReport:
+    """Weights that no source knows by name, the first with inputs that are quantized, too."""
+    from torchao.quantization import PerRow
+    from torchao.quantization.quantize_.workflows.int8.int8_tensor import QuantizeTensorToInt8Kwargs
+
+    model = int8_tensors()
+    model[0].weight.act_quant_kwargs = QuantizeTensorToInt8Kwargs(granularity=PerRow())
+    return adopt(model, requantize=Float8CurrentScaling())
+
+
 def misfit() -> tuple[str, bool]:
     """A recipe for all refused weights, which one of them does not fit: 160 columns are no groups of 128."""
     model = zero_points()
@@ -318,6 +335,7 @@ def main(out: Path) -> None:
         "int4": int4_by_hand(),
         "requantized": requantized(),
         "misfit": misfit(),
+        "int8": int8_inputs(),
         "nothing": nothing(),
         "division": division(),
         "eight bits": eight_bits(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +61,29 @@ def int4_tensors(zero: float, pre_scale: float | None = None) -> Any:
         )
         linear.weight = nn.Parameter(made, requires_grad=False)
         linear.codes, linear.scales = codes, scale
+    return model
+
+
+def int8_tensors(**options: Any) -> Any:
+    """Int8Tensors, which no recipe holds; those of SmoothQuant with a factor of the inputs."""
+    from torchao.quantization import Int8Tensor, PerRow
+
+    model = dense()
+    for linear in linears(model).values():
+        made = Int8Tensor.from_hp(linear.weight.detach(), PerRow())
+        given = {name: make(linear.in_features) for name, make in options.items()}
+        made = Int8Tensor(made.qdata, made.scale, made.block_size, made.dtype, **given)
+        linear.weight = nn.Parameter(made, requires_grad=False)
+    return model
+
+
+def fake_quantized() -> Any:
+    """A tensor of torchao that is no quantized one, and has only the `dequantize` of all tensors."""
+    from torchao.quantization import Int4TilePackedTo4dTensor
+
+    model = dense()
+    made = Int4TilePackedTo4dTensor(*(torch.zeros(2, 2), torch.zeros(2, 2), [1, 32], torch.Size((160, IN))))
+    model[0].weight = nn.Parameter(made, requires_grad=False)
     return model
 
 
@@ -197,6 +221,36 @@ def rotated() -> Any:
     return model
 
 
+def transposed_in_tiles() -> Any:
+    """As below, and scales that tensor cores read: as many bytes as those of the weight that is not transposed."""
+    from torchao.quantization import quantize_
+
+    from tests.dcp_adapters.adopting.models import _mx
+
+    model = nn.Sequential(nn.Linear(128, 128, dtype=torch.bfloat16))
+    quantize_(model, _mx(torch.float8_e4m3fn))
+    model[0].weight = nn.Parameter(model[0].weight.detach().t(), requires_grad=False)
+    return model
+
+
+def with_another_forward(name: str) -> Any:
+    model: Any = FOREIGN[name]().model
+    before = model[0].forward
+    model[0].forward = lambda x: 2 * before(x)
+    return model
+
+
+def forward_before_modelopt() -> Any:
+    import modelopt.torch.quantization as mtq
+
+    model = dense()
+    before = model[0].forward
+    model[0].forward = lambda x: 2 * before(x)
+    mtq.quantize(model, mtq.FP8_DEFAULT_CFG, lambda net: net(inputs()))
+    mtq.compress(model)
+    return model
+
+
 def transposed() -> Any:
     """A square weight whose tensor was transposed: its scales stand along the other dim."""
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
@@ -236,6 +290,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "zero points": (zero_points, r"0 \(torchao IntxUnpackedToInt8Tensor\): zero points, which INT4 here does not have"),
     "zero points of Int4Tensor": (lambda: int4_tensors(0.5), "zero points"),
     "scaled inputs": (lambda: int4_tensors(0.0, 2.0), "inputs are multiplied by act_pre_scale"),
+    "scaled inputs of Int8Tensor": (
+        lambda: int8_tensors(act_pre_scale=lambda size: torch.full((size,), 2.0)),
+        r"inputs are multiplied by act_pre_scale, which an nn.Linear here does not do\n",
+    ),
+    "no decoder": (fake_quantized, r"known to hold it; if it simulates quantization, convert it first \(torchao.quan"),
     "scales of fp32": (fp32_scales, "scales in torch.float32 with more digits than bf16 holds"),
     "groups of 16": (
         lambda: groups(16),
@@ -270,6 +329,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "INT8 of ModelOpt": (lambda: modelopt("INT8_DEFAULT_CFG"), "a INT8QTensor"),
     "rotated": (rotated, "it rotates or shifts what it quantizes"),
     "transposed": (transposed, "'scale' is torch.uint8 .*, expected torch.uint8"),
+    "transposed in tiles": (transposed_in_tiles, r"'scale' is torch.uint8 \(16, 32\), expected torch.uint8 \(128, 4\)"),
+    **{
+        f"another forward, {name}": (partial(with_another_forward, name), "its forward was replaced on this one module")
+        for name in ("compressed-tensors FP8", "transformers FP8 tensor", "ModelOpt FP8")
+    },
+    "a forward that ModelOpt calls": (forward_before_modelopt, "its forward was replaced before ModelOpt took it"),
     "an embedding": (embedding, r"embedding \(torchao Float8Tensor\): its module is of the class Embedding"),
     "tied": (tied, "its tensors are tied to holder, which is not adopted"),
     "meta": (meta, "its tensors are on the meta device, or offloaded"),

@@ -172,6 +172,11 @@ def test_inputs_that_others_quantize_are_noted(peers: dict[str, Any], name: str,
     assert note in report.table()
 
 
+def test_inputs_of_a_weight_that_no_source_knows_are_noted(peers: dict[str, Any]) -> None:
+    quantized, plain = (weight.note for weight in peers["int8"].weights)
+    assert quantized == f"{plain}; torchao quantized its inputs by other formulas; here they stay as they are"
+
+
 # -- every use of a quantized model ------------------------------------------------------------------------------------
 
 
