@@ -6,5 +6,6 @@ low_rank.py        an update of low rank, and the piece that one rank needs
 merge_report.py    what was lost to rounding
 through_merge.py   a linear layer that computes with the merged weight, so that adapters train through their merge
 merge_aware.py     the switch that makes layers of peft do so
+mergeable.py       which layers of peft can, and why others can not
 written_memory.py  can this parameter be written in place?
 """

@@ -1,7 +1,7 @@
 """Adapters of peft that are trained through their own merge: the switch around a model; see through_merge.py.
 
 A layer of peft computes base(x) + scaling * b(a(x)). While the switch is on, hooks make of it what the merged layer
-computes. They are torch's own hooks of modules, and hold nothing of a forward:
+computes. They are torch's own hooks of modules, and hold no tensor of a forward:
 
     before base and a   the input is exchanged for one without tokens: their products cost next to nothing
     after the layer     its output, without tokens, is exchanged for x @ M.T + bias
@@ -24,17 +24,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+from torch.utils.module_tracker import ModuleTracker
 
 from fsdp_hooks.scale_sync import parameters_at_rest
-from fsdp_hooks.torch_private import hook_tables, local_of
+from fsdp_hooks.torch_private import hook_tables
 from qtensor.merging.low_rank import LowRankUpdate, UpdateSum
+from qtensor.merging.mergeable import HOOKS, active_of, adapted, why_not, why_not_alone
 from qtensor.merging.through_merge import How, Keep, through_merge, why_unfit
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
-LIBRARY = "peft.tuners.lora"
+TRACKER = ModuleTracker()  # never entered; asked whether a backward runs
 
 
 class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model): ...
@@ -44,6 +45,7 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
     and gradients pass straight through the rounding. `merge_(model, aware.updates())` then writes M, bit for bit: what
     is exported is what was trained. `start` and `stop` cost nothing and change no name, so that the last steps of a
     training may be those through the merge. What was compiled before is compiled anew. Ranks call all of this alike.
+    With activation checkpointing, backward belongs into the block, too: it computes forwards again.
 
     Args:
         model: with LoRA of peft on linears, whose weights are quantized (all recipes) or dense. Several adapters may be
@@ -76,18 +78,21 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
         if keep not in ("nothing", "merged"):
             raise ValueError(f'merge_aware: keep={keep!r} is not known; expected "nothing" or "merged"')
         self._model, self._switch = model, _Switch()
+        self._before: list[bool] = []  # of the blocks that are open
         parameters_at_rest(model)  # what is gathered may have another dtype than its shards
         self._layers, problems = [], []
         names: dict[Tensor, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(name)
-        for name, layer in _adapted(model):
-            why = list(_why_not(layer)) or list(_why_not_alone(names[layer.base_layer.weight]))
+        for name, layer in adapted(model):
+            why = list(why_not(layer)) or list(why_not_alone(names[layer.base_layer.weight]))
             if why:
                 problems.append(f"{name}: {'; '.join(why)}")
             else:
                 how = adapter_dtype, keep, self._switch
-                self._layers.append(_Layer(name, layer, _factor_dtypes(layer), layer.base_layer.weight.dtype, *how))
+                seen = {own: layer.lora_A[own] for own in active_of(layer)}
+                dtypes = _factor_dtypes(layer)
+                self._layers.append(_Layer(name, layer, seen, dtypes, layer.base_layer.weight.dtype, *how))
         if problems:
             raise ValueError("merge_aware: " + ". ".join(problems) + ". Nothing was changed")
         if not self._layers:
@@ -118,12 +123,14 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
 
     def __enter__(self) -> "merge_aware":
         """Call `start`."""
+        before = self._switch.on
         self.start()
+        self._before.append(before)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Call `stop`."""
-        self.stop()
+        """Go back to what was before the block."""
+        self._switch.on = self._before.pop() and bool(self._handles)
 
     def updates(self) -> dict[str, Callable[[tuple[slice, ...]], Tensor]]:
         """Return the updates that the forwards compute with, as `merge_` takes them; a collective if they are sharded.
@@ -144,32 +151,51 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
 
 @dataclass
 class _Switch:
-    """Whether forwards go through the merge."""
+    """Whether forwards go through the merge, and whether the last one did that was no recomputation."""
 
     on: bool = False
+    last: bool = False
+
+    def look(self, name: str) -> None:
+        """Raise RuntimeError if a backward computes a forward again, and not as it was."""
+        if torch.compiler.is_compiling():
+            return
+        if not TRACKER.is_bw:
+            self.last = self.on
+        elif self.last != self.on:
+            raise RuntimeError(
+                f"merge_aware: {name} is computed again in a backward, and the switch was changed since its forward: "
+                "gradients would be those of another model. With activation checkpointing call backward inside the "
+                "block, or before stop()"
+            )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Layer:
     """A layer of peft, and what was known of it when it was looked at.
 
+    known: adapter -> its module of lora_A.
     dtypes: adapter -> those of its factors a and b.
     base_dtype: that in which its base weight is stored, or appears if it is quantized.
     switch: of the model.
+    inside: whether the layer is in a forward through the merge. `unload` leaves its base in the model, with our hook.
     """
 
     name: str
     layer: Any
+    known: dict[str, nn.Module]
     dtypes: dict[str, tuple[torch.dtype, torch.dtype]]
     base_dtype: torch.dtype
     adapter_dtype: torch.dtype | None
     keep: Keep
     switch: "_Switch"
+    inside: bool = False
 
     def hook(self) -> Iterator[RemovableHandle]:
         """Register the hooks; first of all that of the layer, behind which FSDP2 may reshard it."""
         yield self.layer.register_forward_pre_hook(self.look_at, with_kwargs=True, prepend=True)
         yield self.layer.register_forward_hook(self.exchange, with_kwargs=True, prepend=True)
+        yield self.layer.register_forward_hook(self.leave, always_call=True)
         for module in (self.layer.base_layer, *(self.layer.lora_A[name] for name in self.dtypes)):
             yield module.register_forward_pre_hook(self.leave_out_tokens)
 
@@ -181,21 +207,28 @@ class _Layer:
 
     def look_at(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise before a forward that no merged weight can compute."""
+        self.switch.look(self.name)
         if not self.switch.on or not (names := self.active()):
             return
         self.check_known(names)
+        if sum(len(hook_tables(layer.base_layer)[table]) for table in HOOKS) > 1:  # one is ours
+            raise RuntimeError(
+                f"merge_aware: {self.name}.base_layer has got hooks on its forward since merge_aware(model) looked, "
+                "which a merged product does not run; remove them, or call stop() before such a forward"
+            )
         if given := [key for key, value in kwargs.items() if key != "x" and value is not None]:
             raise RuntimeError(
                 f"merge_aware: {self.name} is called with {', '.join(given)}, by which rows get adapters of their own; "
                 "a merged weight is the same for all. Call stop() before such a forward"
             )
+        self.inside = True
 
     def check_known(self, names: Sequence[str]) -> None:
-        """Raise RuntimeError if an adapter is none of those that were looked at."""
-        if others := [name for name in names if name not in self.dtypes]:
+        """Raise RuntimeError if an adapter is none of those that were looked at, though it may have the name of one."""
+        if others := [name for name in names if self.known.get(name) is not self.layer.lora_A[name]]:
             raise RuntimeError(
-                f"merge_aware: {self.name}: the adapter {others[0]!r} was not active when merge_aware(model) looked; "
-                "call remove(), and merge_aware(model) again"
+                f"merge_aware: {self.name}: the adapter {others[0]!r} was not active when merge_aware(model) looked, "
+                "or was made since; call remove(), and merge_aware(model) again"
             )
 
     def check_dtypes(self, names: Sequence[str]) -> None:
@@ -215,14 +248,15 @@ class _Layer:
 
     def leave_out_tokens(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return an input [0, K] in the place of x [.., K]: what comes of it is not used."""
-        if not self.switch.on or not self.active():
+        if not self.inside:
             return None
         return args[0].new_empty((0, args[0].shape[-1])), *args[1:]
 
     def exchange(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         """Return the output of the merged layer; RuntimeError if it is not the layer that was looked at."""
-        if not self.switch.on or not (names := self.active()):
+        if not self.inside:
             return None
+        names = self.active()
         # here, and not before: a layer that is sharded by itself has been gathered by now
         self.check_dtypes(names)
         base = layer.base_layer
@@ -239,6 +273,10 @@ class _Layer:
         factors = [self._rounded(factor) for name in names for factor in self.factors(name)]
         scalings = tuple(float(layer.scaling[name]) for name in names)
         return through_merge(x, base.weight, base.bias, factors, How(scalings, self.keep))
+
+    def leave(self, *_: object) -> None:
+        """Say that the forward has ended, by an error, too."""
+        self.inside = False
 
     def update(self, names: Sequence[str]) -> Callable[[tuple[slice, ...]], Tensor]:
         """Return the update of the base weight, from the full factors."""
@@ -257,86 +295,4 @@ def _full(factor: Tensor) -> Tensor:
 
 
 def _factor_dtypes(layer: Any) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    return {name: (layer.lora_A[name].weight.dtype, layer.lora_B[name].weight.dtype) for name in _active(layer)}
-
-
-def _active(layer: Any) -> list[str]:
-    return [name for name in layer.active_adapters if name in layer.lora_A]
-
-
-# -- what can be merged in each forward --------------------------------------------------------------------------------
-
-
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield name and layer of all that peft adapts, whatever the method."""
-    if LIBRARY in sys.modules:  # else no such layer can be there
-        kind = sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer
-        # peft's name for a module in which it has put others is known by no class of ours
-        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, kind))
-
-
-def _why_not(layer: Any) -> Iterator[str]:
-    """Yield what keeps a layer of peft from being merged in each forward, and what to do."""
-    kind = sys.modules[LIBRARY].Linear
-    base: Any = getattr(layer, "base_layer", None)
-    if not isinstance(layer, kind) or getattr(layer.forward, "__func__", None) is not kind.forward:
-        yield (
-            f"it is a {type(layer).__name__} of peft; LoRA on linears is known here, not on embeddings, convolutions, "
-            "attention or stacks of experts, and no other method. Leave it out of target_modules, or train it beside "
-            "its weight"
-        )
-    elif not isinstance(base, nn.Linear) or getattr(base.forward, "__func__", None) is not nn.Linear.forward:
-        yield f"it adapts a {type(base).__name__}, expected torch.nn.Linear with its own forward; leave it out"
-    else:
-        yield from _why_not_layer(layer, base)
-        for name in _active(layer):
-            yield from _why_not_adapter(layer, name)
-
-
-def _why_not_layer(layer: Any, base: nn.Linear) -> Iterator[str]:
-    if layer.fan_in_fan_out:
-        yield "fan_in_fan_out says that its weight is transposed, which that of torch.nn.Linear is not; set it to False"
-    if layer.merged:
-        yield "peft has merged its adapters into the weight; call unmerge_adapter()"
-    if any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer):
-        yield (
-            "fully_shard has taken a module inside of it, which is not gathered when the others need it; call "
-            "fully_shard on the layer, or on a module around it"
-        )
-    if any(hook_tables(base)[table] for table in ("forward_pre_hooks", "forward_hooks")):
-        yield (
-            "its base layer has hooks on its forward, as tensor parallelism and rotated inputs put there, which a "
-            "merged product would not run; remove them (those of an earlier merge_aware by its remove()), or leave it "
-            "out"
-        )
-    weight = base.weight
-    local: Any = local_of(weight)
-    # its shard, if it is sharded: what is known of that is known of the gathered weight
-    if why := why_unfit(local if weight.requires_grad is local.requires_grad else local.detach()):
-        yield f"its base weight {why}"
-    if getattr(local, "_partners", None) is not None:
-        yield (
-            "share_scales says that its base weight has one scale with others, so that sync_scales would requantize "
-            "what was merged; adapt weights that share none, or leave share_scales out and export with "
-            'fused_scales="requantize"'
-        )
-
-
-def _why_not_alone(names: Sequence[str]) -> Iterator[str]:
-    """Yield why a base weight that has several names cannot be merged into."""
-    if len(names) > 1:
-        yield (
-            f"its base weight is tied, as {' and '.join(names)}: merge_ would change all of them, and this forward "
-            "one; untie it, or leave it out of target_modules"
-        )
-
-
-def _why_not_adapter(layer: Any, name: str) -> Iterator[str]:
-    variant = layer.lora_variant.get(name)
-    if variant is not None:
-        yield f"the adapter {name!r} is a {type(variant).__name__}; plain LoRA is known here: set use_dora=False, say"
-    if getattr(layer.lora_B[name], "bias", None) is not None:
-        yield f"the adapter {name!r} has a bias of its own, which no merged weight holds; set lora_bias=False"
-    dropout = getattr(layer.lora_dropout[name], "p", 0.0)
-    if dropout:
-        yield f"the adapter {name!r} has dropout {dropout}, which a merged weight cannot have; set lora_dropout=0"
+    return {name: (layer.lora_A[name].weight.dtype, layer.lora_B[name].weight.dtype) for name in active_of(layer)}

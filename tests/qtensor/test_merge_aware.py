@@ -166,6 +166,42 @@ def test_a_switch_that_is_off_computes_what_peft_computes() -> None:
         aware.start()
 
 
+def test_a_base_that_leaves_its_layer_computes_by_itself() -> None:
+    """`unload` takes the base out of the layer while the switch is on; so does whoever calls it alone."""
+    model = adapted()
+    with merge_aware(model) as aware:
+        y = model(X)
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            model(X[..., :32])
+        alone = model.base_model.model.dense.base_layer
+        assert alone(X).shape == (2, 5, 32)
+        merge_(model, aware.updates())
+        assert torch.equal(model.unload()(X), y)
+
+
+def test_a_block_leaves_the_switch_as_it_was() -> None:
+    model = adapted()
+    aware = merge_aware(model)
+    plain = model(X)
+    aware.start()
+    with aware:
+        through = model(X)
+        with aware:
+            pass
+        assert torch.equal(model(X), through)
+    assert torch.equal(model(X), through)
+    aware.stop()
+    with pytest.raises(ZeroDivisionError), aware:
+        raise ZeroDivisionError
+    with aware:
+        aware.start()
+    assert torch.equal(model(X), plain)
+    aware.start()
+    with aware:
+        aware.remove()
+    assert torch.equal(model(X), plain)
+
+
 def test_compiled_code_sees_the_switch_whenever_it_was_compiled() -> None:
     model = adapted()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -197,6 +233,23 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
             x.grad = None
     assert len(found[0]) == 7
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_that_is_computed_again_by_another_switch_is_refused(reentrant: bool) -> None:
+    """Gradients would be those of base and adapter beside one another; torch itself sees that only without reentry."""
+    model = adapted(MXFP4BlockScaling())
+    aware, x = merge_aware(model), X.clone().requires_grad_()
+    with aware:
+        y = checkpoint(model, x, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match=r"model\.up is computed again in a backward, and the switch was changed"):
+        y.sum().backward()
+    y = checkpoint(model, x, use_reentrant=reentrant)
+    with aware, pytest.raises(RuntimeError, match="call backward inside the block"):
+        y.sum().backward()
+    with aware:
+        y = model(x)
+    y.sum().backward()  # nothing is computed again
 
 
 def test_keeping_the_merged_bytes_changes_no_gradient() -> None:
@@ -323,6 +376,38 @@ def test_a_forward_that_sees_other_adapters_is_refused() -> None:
         model(X)
     with pytest.raises(RuntimeError, match=r"adapter_dtype=torch\.bfloat16"):
         aware.updates()
+
+
+def test_an_adapter_that_was_made_anew_under_its_name_is_refused() -> None:
+    """It may have dropout, or be of another kind; one token would be no error by its shape."""
+    model = adapted(target_modules=["up"])
+    aware = merge_aware(model)
+    model.add_adapter("other", lora(target_modules=["up"]))
+    model.set_adapter("other")
+    model.delete_adapter("default")
+    model.add_adapter("default", lora(target_modules=["up"], lora_dropout=0.5))
+    model.set_adapter("default")
+    for call in (lambda: model(X[0, :1]), aware.updates):
+        with (
+            aware,
+            pytest.raises(RuntimeError, match=r"the adapter 'default' was not active when .* or was made since"),
+        ):
+            call()
+
+
+def test_hooks_that_a_base_got_since_are_refused() -> None:
+    model = adapted()
+    aware = merge_aware(model)
+    base = model.base_model.model.up.base_layer
+    hooks = (base.register_forward_hook, lambda *_: None), (base.register_forward_pre_hook, lambda *_: None)
+    for register, hook in hooks:
+        handle = register(hook)
+        model(X)
+        with aware, pytest.raises(RuntimeError, match=r"model\.up\.base_layer has got hooks on its forward since"):
+            model(X)
+        handle.remove()
+    with aware:
+        model(X)
 
 
 def test_modules_that_peft_trains_whole_are_left_alone() -> None:
