@@ -273,6 +273,28 @@ def test_an_adapter_dtype_is_that_of_both_the_forwards_and_the_updates() -> None
         assert not torch.equal(model(X), y)
 
 
+def test_adapters_that_peft_merges_meanwhile_are_in_the_base() -> None:
+    """Merging once more would count them twice."""
+    model = get_peft_model(nn.Sequential(nn.Linear(64, 32)), lora(target_modules=["0"]))
+    with merge_aware(model) as aware:
+        model.merge_adapter()
+        assert torch.equal(model(X.float()), model.base_model.model[0].base_layer(X.float()))
+        assert aware.updates() == {}
+        model.unmerge_adapter()
+        assert len(aware.updates()) == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_forwards_without_gradients_merge_alike(mode: Any) -> None:
+    model = adapted()
+    with merge_aware(model):
+        y = model(X)
+        with mode():
+            alone = model(X)
+    assert torch.equal(alone, y)
+    assert not alone.requires_grad
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -315,7 +337,14 @@ def _merged() -> Any:
     return model
 
 
+def _transposed() -> Any:
+    model = adapted()
+    model.base_model.model.up.fan_in_fan_out = True
+    return model
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
+    "a transposed weight": (_transposed, r"model\.up: fan_in_fan_out says that its weight is transposed"),
     "dropout": (
         lambda: adapted(lora_dropout=0.1),
         r"base_model\.model\.up: the adapter 'default' has dropout 0\.1, .*set lora_dropout=0",

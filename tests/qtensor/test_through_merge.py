@@ -106,6 +106,15 @@ def whole_numbers(*shape: int, seed: int) -> Tensor:
     return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
+def test_a_sum_of_updates_is_that_of_their_products() -> None:
+    """Forwards and merge_ add by the same code, so neither sees whether it is right."""
+    pairs = [(whole_numbers(r, 96, seed=r), whole_numbers(64, r, seed=9 + r)) for r in (2, 3, 5)]
+    each = tuple(LowRankUpdate(a=a, b=b, scaling=2.0**n) for n, (a, b) in enumerate(pairs))
+    expected = sum(2.0**n * (b @ a) for n, (a, b) in enumerate(pairs))
+    rows, columns = slice(3, 50), slice(32, 64)
+    assert torch.equal(UpdateSum(each)((rows, columns)), expected[rows, columns])
+
+
 @all_recipes
 @pytest.mark.parametrize("keep", ["nothing", "merged"])
 def test_gradients_pass_straight_through_the_rounding(recipe: Any, keep: Any) -> None:
