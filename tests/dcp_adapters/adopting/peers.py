@@ -211,10 +211,15 @@ def requantized() -> tuple[Any, AdoptionReport, dict[str, Tensor]]:
 
 def int8_inputs() -> AdoptionReport:
     """Weights that no source knows by name, the first with inputs that are quantized, too."""
-    from torchao.quantization import PerRow
+    from torchao.quantization import Int8Tensor, PerRow
     from torchao.quantization.quantize_.workflows.int8.int8_tensor import QuantizeTensorToInt8Kwargs
 
-    model = int8_tensors()
+    class OfLater(Int8Tensor):
+        """A tensor that a later version of torchao has, say."""
+
+        __module__ = "torchao.of_later"
+
+    model = int8_tensors(OfLater)
     model[0].weight.act_quant_kwargs = QuantizeTensorToInt8Kwargs(granularity=PerRow())
     return adopt(model, requantize=Float8CurrentScaling())
 

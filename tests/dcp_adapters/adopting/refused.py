@@ -64,15 +64,15 @@ def int4_tensors(zero: float, pre_scale: float | None = None) -> Any:
     return model
 
 
-def int8_tensors(**options: Any) -> Any:
-    """Int8Tensors, which no recipe holds; those of SmoothQuant with a factor of the inputs."""
+def int8_tensors(kind: Any = None, **options: Any) -> Any:
+    """Int8Tensors, or a class made of theirs; those of SmoothQuant with a factor of the inputs."""
     from torchao.quantization import Int8Tensor, PerRow
 
-    model = dense()
+    model, kind = dense(), kind or Int8Tensor
     for linear in linears(model).values():
         made = Int8Tensor.from_hp(linear.weight.detach(), PerRow())
         given = {name: make(linear.in_features) for name, make in options.items()}
-        made = Int8Tensor(made.qdata, made.scale, made.block_size, made.dtype, **given)
+        made = kind(made.qdata, made.scale, made.block_size, made.dtype, **given)
         linear.weight = nn.Parameter(made, requires_grad=False)
     return model
 
