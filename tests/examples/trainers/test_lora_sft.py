@@ -38,7 +38,7 @@ BASES = {
     "nvfp4": ("modelopt", "NVFP4BlockScaling"),
     "int4": ("compressed-tensors", "Int4GroupScaling"),
     "dense": ("", "NVFP4BlockScaling"),
-    **({"nf4": ("", "NF4BlockScaling")} if hasattr(qtensor, "NF4BlockScaling") else {}),
+    "nf4": ("", "NF4BlockScaling"),
 }
 
 
