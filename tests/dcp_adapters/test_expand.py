@@ -102,6 +102,8 @@ GLOBAL_SHAPES = {
     "mxfp8_square": {"payload": (96, 64), "scale": (96, 2)},
     "mxfp4": {"payload": (96, 32), "scale": (96, 2)},
     "int4_32": {"payload": (96, 32), "scale": (96, 2)},
+    "int8_row": {"payload": (96, 64), "scale": (96, 1)},
+    "nf4_32": {"payload": (96, 32), "scale": (96, 2)},
     "float8_block_square": {"payload": (96, 256), "scale": (96, 2)},  # wide enough to be cut along K
 }
 

@@ -41,6 +41,8 @@ ENTRIES = {
     "mxfp8_square": {"payload": (F8, (96, 64)), "scale": (U8, (96, 2))},
     "mxfp4": {"payload": (U8, (96, 32)), "scale": (U8, (96, 2))},
     "int4_32": {"payload": (U8, (96, 32)), "scale": (torch.bfloat16, (96, 2))},
+    "int8_row": {"payload": (torch.int8, (96, 64)), "scale": (F32, (96, 1))},
+    "nf4_32": {"payload": (U8, (96, 32)), "scale": (F32, (96, 2))},
     "float8_block_square": {"payload": (F8, (96, 64)), "scale": (F32, (96, 1))},
 }
 

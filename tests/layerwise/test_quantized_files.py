@@ -92,7 +92,7 @@ UNKNOWN: dict[str, tuple[dict[str, Tensor], Any, str]] = {
     "float8 with a scale": (
         {"weight": _codes(UP, F8), "weight_scale": torch.ones(64, 1)},
         None,
-        "layers.1.up: weight F8_E4M3 [64, 32], weight_scale F32 [64, 1]: it is quantized, and config.json has no",
+        "layers.1.up: weight F8_E4M3 [64, 32], weight_scale F32 [64, 1]: it is quantized, and no quantization_config",
     ),
     "float8 with an inverse": (
         {"weight": _codes(UP, F8), "weight_scale_inv": torch.ones(1, 1)},

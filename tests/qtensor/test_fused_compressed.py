@@ -72,7 +72,7 @@ def taken(optimizer: MasterWeightOptimizer) -> BothWays:
         use_kernels("auto"),
         torch.no_grad(),
     ):
-        found = optimizer._take_compressed(states, inner, stepped)
+        found = optimizer._take_compressed(states, inner, stepped, None)
     assert isinstance(found, BothWays)
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.recipes import BF16, E2M1, E8M0, FP8, FP32, INT4, Facts
+from tests.recipes import BF16, E2M1, E8M0, FP8, FP32, INT4, INT8, Facts
 
 Array = Any
 Parts = dict[str, Array]
@@ -22,6 +22,10 @@ FLT_MAX = np.finfo(FP32).max
 def encode(x: Array, facts: Facts) -> Parts:
     """The parts of fp32 values."""
     with np.errstate(all="ignore"):
+        if facts.element is INT8:
+            return _int8(x, facts)
+        if facts.element.table:
+            return _nf4(x, facts)
         if facts.scale is FP32:
             enc = _float8_enc(_amax(x, facts), facts)
             history = {"amax_history": _begun(_amax(x, facts), facts)} if facts.history else {}
@@ -165,6 +169,22 @@ def _int4(x: Array, facts: Facts) -> Parts:
     codes = (INT4.nearest(np.where(np.isfinite(x), scaled, FP32(0))) + 8).astype(np.uint8)
     scale.view(np.uint16)[_broken(x, facts)] = 0x7FC0
     return {"payload": _packed(codes), "scale": scale}
+
+
+def _int8(x: Array, facts: Facts) -> Parts:
+    scale = np.maximum((_amax(x, facts).astype(np.float64) / 127.5).astype(FP32), FP32(2.0**-126))
+    broken = _broken(x, facts)
+    scaled = np.where(broken, FP32(0), x) * (FP32(1) / scale)
+    payload = INT8.nearest(scaled).astype(np.int8)
+    return {"payload": payload, "scale": np.where(broken, FP32(np.nan), scale).astype(FP32)}
+
+
+def _nf4(x: Array, facts: Facts) -> Parts:
+    scale = _amax(x, facts)
+    scaled = x * _spread(FP32(1) / np.maximum(scale, FP32(1e-38)), facts.block, x.shape[-1])
+    numbers = facts.element.nearest(np.where(np.isfinite(x), scaled, FP32(0)))
+    codes = np.searchsorted(np.array(facts.element.table, FP32), numbers).astype(np.uint8)
+    return {"payload": _packed(codes), "scale": np.where(_broken(x, facts), FP32(np.nan), scale).astype(FP32)}
 
 
 def _e2m1(scaled: Array, x: Array) -> Array:

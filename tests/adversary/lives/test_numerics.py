@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests import recipes
 from tests.adversary.lives import numerics
 from tests.qtensor.recipes_under_test import raw
 from tests.qtensor.test_golden import GOLDEN_RECIPES, Golden, golden_cases
+from tests.qtensor.vectors.test_vectors import read
 
 
 @golden_cases
@@ -22,3 +24,13 @@ def test_the_reference_gives_the_golden_bytes(golden_dir: Path, name: str, case:
     assert np.array_equal(np.isnan(values), np.isnan(decoded))
     numbers = ~np.isnan(decoded)
     assert np.array_equal(values[numbers].view(np.uint32), decoded[numbers].view(np.uint32))
+
+
+@pytest.mark.parametrize(("name", "file"), [("int8_row", "int8_row"), ("nf4_32", "nf4_32"), ("nf4", "nf4_64")])
+def test_the_reference_gives_the_bytes_of_published_vectors(name: str, file: str) -> None:
+    (facts,) = (each for each in recipes.TABLE if each.name == name)
+    _, cases = read(file)
+    for case, tensors in cases.items():
+        own = numerics.encode(tensors["input"].float().numpy(), facts)
+        wanted = {part: raw(tensors[part]).numpy().tobytes() for part in own}
+        assert {part: value.tobytes() for part, value in own.items()} == wanted, case

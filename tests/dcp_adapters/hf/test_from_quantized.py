@@ -42,7 +42,7 @@ from tests.sampling import sampled
 
 STATIC = ("_proj",)
 LAYOUTS = [
-    *(("compressed-tensors", name, ()) for name in MAIN),
+    *(("compressed-tensors", name, ()) for name in MAIN if not name.startswith("nf4")),  # which no layout has
     ("compressed-tensors", "nvfp4", STATIC),
     *(("modelopt", name, ()) for name in ("float8_row", "mxfp8", "nvfp4")),
     ("modelopt", "float8_tensor", STATIC),
@@ -365,7 +365,7 @@ def test_codes_that_no_config_speaks_of_are_refused(tmp_path: Path) -> None:
     said = json.loads((tmp_path / "config.json").read_text())
     del said["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(said))
-    with pytest.raises(ValueError, match=r"config\.json has no quantization_config that says how"):
+    with pytest.raises(ValueError, match=r"no quantization_config in config\.json says how"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=QTensorConfig(MXFP8BlockScaling()))
 
 
