@@ -69,7 +69,9 @@ class OfAllocator(Meter):
     def __enter__(self) -> "OfAllocator":
         self._inside = contextlib.ExitStack()
         self._inside.enter_context(_silent())
-        self._profile = self._inside.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
+        # one cycle only; without acc_events torch 2.11 warns that others would be lost
+        watching = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self._profile = self._inside.enter_context(watching)
         return self
 
     def __exit__(
