@@ -19,12 +19,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init
 from tests.fsdp_hooks.cases import RECIPES, assert_same_bytes, exchanged, local, mesh_of
+from tests.fsdp_hooks.test_compressed_states import STEPS, gradients, train
 from tests.ranks import run_ranks_each
 from tests.sampling import sampled
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 SMALL: dict[str, Any] = {"masters": "remainder", "moments": "float8"}
-STEPS = 3
 # (recipe, storage, options of the optimizer)
 CASES: list[tuple[str | None, str, dict[str, Any]]] = [
     ("mxfp8", "quantized", {}),
@@ -61,23 +61,6 @@ def built(name: str | None, storage: str = "quantized") -> nn.Module:
 
 def optimizer_of(model: nn.Module, **options: Any) -> MasterWeightOptimizer:
     return MasterWeightOptimizer(torch.optim.Muon, model.named_parameters(), **(OPTIONS | options))
-
-
-def gradients(model: nn.Module, step: int) -> None:
-    """The same whole gradients on every mesh."""
-    generator = torch.Generator().manual_seed(step)
-    for param in model.parameters():
-        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-        if isinstance(param, DTensor):
-            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
-        param.grad = grad
-
-
-def train(model: nn.Module, optimizer: Any, steps: range = range(STEPS)) -> None:
-    for step in steps:
-        gradients(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def whole(value: Any, param: Tensor) -> dict[str, Tensor]:
