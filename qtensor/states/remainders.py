@@ -199,7 +199,9 @@ def _splitting(recipe: Recipe, *, decided: bool, drawn: bool) -> Kernel:
         scaled = (settled * _over(enc, block)).to(torch.float32)
         base = numerics.snap(scaled, recipe) * _over(dec, block)
         remainder = lattice.count(settled, grain.bits, floor) - lattice.count(base, grain.bits, floor)
-        remainder = torch.where(finite(tiles), remainder, 0).clamp(-LARGEST, LARGEST)
+        # a row's scale may be NaN, and what NaN is as a whole number depends on the instruction
+        known = finite(tiles) & (base == base)  # noqa: PLR0124 - not isnan, in vector code
+        remainder = torch.where(known, remainder, 0).clamp(-LARGEST, LARGEST)
         flat = _flat(settled, values)
         parts = numerics.encode_with(flat, recipe, quantizer, enc)
         return parts, _flat(remainder, values), enc

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtensor import MXFP8BlockScaling, NVFP4BlockScaling
+from qtensor import Int8RowScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from qtensor.spec.registry import format_of
 from qtensor.states import lattice, remainders
 from qtensor.states.draws import HALF
@@ -76,11 +76,15 @@ def with_ones(x: Tensor) -> Tensor:
 
 @each_drift
 def test_small_updates_carry_masters_over_the_end_of_a_code(recipe: Any) -> None:
-    """240 updates of 1/8 step each: 30 steps, give or take sqrt(240 * 7/64) = 5.1, so 20 beyond the end."""
+    """240 updates of 1/8 step each: 30 steps, give or take sqrt(240 * 7/64) = 5.1, so 20 beyond the end.
+
+    INT8's step may be 4 of fp32, so that 1/8 would be lost in the master itself: 120 updates of 1/4, 4.7.
+    """
     start, step = at_ends(recipe)
-    update = (step / 8).where(~ones(), 0.0)
+    share = 4 if isinstance(recipe, Int8RowScaling) else 8
+    update = (step / share).where(~ones(), 0.0)
     master, code = start, format_of(recipe).decode(quantized(start, recipe), recipe)
-    for number in range(240):
+    for number in range(30 * share):
         parts, _, master = kept((master.double() + update).float(), recipe, positions(128, number))
     moved = ((master.double() - start.double()) / step)[~ones()]
     assert abs(moved.mean().item() - 30) < 0.75 + 6 * 5.1 / moved.numel() ** 0.5
