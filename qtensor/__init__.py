@@ -10,7 +10,6 @@ lowest first; each imports only what is listed before it, and fsdp_hooks:
     ops/       what torch may do to it: the op table
     products/  products with quantized weights, forward and backward
     formats/   the formats, one file each: add one here
-    states/    masters in two bytes beside a weight, and moments in one
     scales/    scales that reach beyond a shard or a tensor
     states/    states of training in two bytes or one: what they can hold, and how they are rounded
     optim/     MasterWeightOptimizer

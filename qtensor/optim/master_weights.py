@@ -167,13 +167,15 @@ class MasterWeightOptimizer(MasterStep):
             named = [given] if isinstance(given, Tensor) else given
             pairs = [one if isinstance(one, tuple) else (f"group {len(self.param_groups)}", one) for one in named]
             self._check_trainable(type(self._inner), pairs)
-            with self._tell_errors([pair for pair in pairs if isinstance(pair[1], Tensor)]):
+            tensors = [pair for pair in pairs if isinstance(pair[1], Tensor)]
+            with self._tell_errors(tensors):
+                asked = {**self._inner.defaults, **param_group, "params": [param for _, param in tensors]}
+                check_split(self._inner, [asked], expanded=self._states is not None)
                 super().add_param_group({**param_group, "params": given})
             group = self.param_groups[-1]
             self._sync(len(self.param_groups) - 1)
             self._inner.add_param_group(self._master_group(len(self.param_groups) - 1))
             group.update(master_states.options_of(self._inner.param_groups[-1]))
-            check_split(self._inner, self._inner.param_groups[-1:], expanded=self._states is not None)
             self._bring_home()
             return
         super().add_param_group(param_group)

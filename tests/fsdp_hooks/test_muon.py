@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init
+from qtensor.optim.matrices import arithmetic
 from tests.fsdp_hooks.cases import RECIPES, assert_same_bytes, exchanged, local, mesh_of
 from tests.fsdp_hooks.test_compressed_states import STEPS, gradients, train
 from tests.ranks import run_ranks_each
@@ -223,3 +224,20 @@ def test_zeros_keep_their_signs() -> None:
             found.append(param.detach())
         assert (found[1] == 0).any()
         assert_same_bytes(found[0], found[1], f"{shape}")
+
+
+def test_a_group_with_options_that_torch_computes_otherwise_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, more = built("mxfp8"), built("mxfp8")
+    optimizer = MasterWeightOptimizer(torch.optim.Muon, few.named_parameters(), **OPTIONS, moments="bfloat16")
+    # as if this torch had another momentum that is not Nesterov's
+    monkeypatch.setattr(arithmetic, "_same_bytes", lambda options: dict(options)["nesterov"])
+    before = optimizer.state_dict()
+    with pytest.raises(NotImplementedError, match="computes a step"):
+        optimizer.add_param_group({"params": [("more", more.tall.weight)], "nesterov": False})
+    assert len(optimizer.param_groups) == 1
+    assert more.tall.weight not in optimizer.state
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    optimizer.add_param_group({"params": [("more", more.tall.weight)]})
+    for param in (*few.parameters(), more.tall.weight):
+        param.grad = torch.ones_like(param, dtype=torch.bfloat16)
+    optimizer.step()
