@@ -175,9 +175,9 @@ class MasterStep(torch.optim.Optimizer):
         matrices: "MatrixStep | None",
     ) -> "CompressedStep | BothWays":
         """Return the step on compressed states, with what takes the fused way where something could."""
-        from qtensor.optim.compressed.step import CompressedStep, Weights
+        from qtensor.optim.compressed.step import CompressedStep, StepWeights
 
-        weights = Weights(stepped, self._masters, self._group, self._fresh, matrices=matrices)
+        weights = StepWeights(stepped, self._masters, self._group, self._fresh, matrices=matrices)
         if states.storage.on_host or not self._may_fuse():
             return CompressedStep(states, inner, weights)
         if self._fused_compressed is None:

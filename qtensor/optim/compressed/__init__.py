@@ -9,6 +9,7 @@ masters.py   fp32 masters <-> what is kept of them between steps: a remainder be
 expected.py  states shown in the form of a checkpoint that is to be loaded
 stacks.py    many small weights that step as one, with the bytes of each by itself
 states.py    what is kept, of one optimizer
+guests.py    weights that are expanded, and the inner optimizer's groups with these alone
 step.py      a step: chunks of weights are expanded, stepped by the inner optimizer, compressed and written
 muon.py      a step of Muon, whose matrices other ranks may hold pieces of
 host.py      states in host memory, of which a step has copies on the device

@@ -105,7 +105,7 @@ class HostStates(CompressedStates):
 
 
 @dataclass
-class _Guest:
+class _Moved:
     """What is kept of one weight: at home, and its copies on the device (tensors alone)."""
 
     param: Tensor
@@ -134,7 +134,7 @@ class _Chunk:
     ) -> None:
         self._states, self._state, self._writes = states, state, write
         self._guests = [
-            _Guest(param, key := masters[param], states.remainders.get(param), states.loaded.get(param), state.get(key))
+            _Moved(param, key := masters[param], states.remainders.get(param), states.loaded.get(param), state.get(key))
             for param in params
         ]
         self.devices: Sequence[torch.device] = list(dict.fromkeys(guest.device for guest in self._guests))
@@ -189,7 +189,7 @@ class _Chunk:
                 self._state.pop(guest.key, None)
             guest.copies = {}
 
-    def _sent(self, guest: _Guest, name: str, value: Any, home: Any) -> Any:
+    def _sent(self, guest: _Moved, name: str, value: Any, home: Any) -> Any:
         """Return host memory that a value of the new state is on its way to; numbers stay where they are."""
         if not _is_kept(value):
             return value

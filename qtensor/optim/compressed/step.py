@@ -11,7 +11,6 @@ twice, the first time without leaving a trace. A step is a function of what is k
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from fsdp_hooks.scale_sync import cuts_of
 from fsdp_hooks.torch_private import local_of
 from qtensor.optim.compressed.entries import compress, expand
+from qtensor.optim.compressed.guests import Guest, as_groups, chunks_of, copy_of_number
 from qtensor.optim.compressed.masters import (
     dense_of,
     expand_master,
@@ -36,7 +36,6 @@ from qtensor.optim.masters import gradient_of
 from qtensor.scales.agreement import claim_of, common_along
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.states.draws import Positions
-from qtensor.states.kinds import CHUNK
 from qtensor.tensor.contents import decode
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
@@ -45,8 +44,8 @@ if TYPE_CHECKING:
     from qtensor.optim.matrices.step import MatrixStep
 
 
-class Weights(NamedTuple):
-    """The weights of a step; see the arguments of `FusedStep.take`. `elsewhere`: those that are stepped elsewhere.
+class StepWeights(NamedTuple):
+    """What a step is about; see the arguments of `FusedStep.take`. `elsewhere`: weights that are stepped elsewhere.
 
     `matrices`: of an optimizer that takes matrices as a whole.
     """
@@ -59,23 +58,6 @@ class Weights(NamedTuple):
     matrices: "MatrixStep | None" = None
 
 
-@dataclass
-class _Guest:
-    """A weight in a chunk.
-
-    Attributes:
-        param: whose master and state it is.
-        master: fp32, the shard's.
-        state: of the inner optimizer, expanded.
-        before: the master as it was, if somebody asks whether it moved.
-    """
-
-    param: Tensor
-    master: Tensor
-    state: dict[str, Any]
-    before: Tensor | None = None
-
-
 class CompressedStep:
     """One step.
 
@@ -85,7 +67,7 @@ class CompressedStep:
         moved: parameter -> bool [], whether its master moved, of those that no step has written; after `begin`.
     """
 
-    def __init__(self, states: CompressedStates, inner: torch.optim.Optimizer, weights: "Weights") -> None:
+    def __init__(self, states: CompressedStates, inner: torch.optim.Optimizer, weights: StepWeights) -> None:
         self._states, self._inner = states, inner
         self._masters, self._groups = weights.masters, weights.groups
         stepped, fresh = weights.stepped, weights.fresh
@@ -106,7 +88,7 @@ class CompressedStep:
         self._first = [param for param in stepped if id(param) not in own]
         self._sharing = sharing
         self._muon = None if weights.matrices is None else _muon_of(weights.matrices, inner, weights, self._grads)
-        self._kept: list[_Guest] = []
+        self._kept: list[Guest] = []
         self.plain = {param for param in self._first if param in held}
         self.params = {*quantized, *self.plain}
 
@@ -156,7 +138,7 @@ class CompressedStep:
                     self._settle(guests.pop(), writes)
         self._states.settle()
 
-    def _settle(self, guest: _Guest, writes: Mapping[Tensor, tuple[Tensor | None, CutBlocks | None]]) -> None:
+    def _settle(self, guest: Guest, writes: Mapping[Tensor, tuple[Tensor | None, CutBlocks | None]]) -> None:
         """Compress and write one weight, and let go of what it was expanded to: the next chunk needs the memory."""
         self._keep_state(guest)
         shard = local_of(guest.param)
@@ -174,14 +156,14 @@ class CompressedStep:
         write_master(guest.master, shard, remainder, writes[guest.param], at)
         self._states.loaded.pop(guest.param, None)
 
-    def _keep_master(self, guest: _Guest) -> None:
+    def _keep_master(self, guest: Guest) -> None:
         """Write a master that is held in fp32 where it is held, if it has been stepped elsewhere."""
         held = local_of(self._states.remainders[guest.param])
         if guest.master is not held:
             held.copy_(guest.master)
 
     def _chunks(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
-        return list(_chunks(params, self._states.chunk))
+        return list(chunks_of(params, self._states.chunk))
 
     @contextmanager
     def _brought(self, chunks: Sequence[list[Tensor]], *, write: bool = True) -> Iterator[Iterator[list[Tensor]]]:
@@ -224,10 +206,10 @@ class CompressedStep:
         for rows in pieces:
             stack, here = Stack(params, remainders, rows), at.of(rows)
             master = stack.masters()
-            guest = _Guest(params[0], master, expand(stack.states(kept), master))
+            guest = Guest(params[0], master, expand(stack.states(kept), master))
             grads = [self._grads[param][rows] for param in params]
             grad = (torch.cat(grads) if len(grads) > 1 else grads[0]).to(torch.float32)
-            with _as_groups(self._inner, [guest], [grad], self._groups):
+            with as_groups(self._inner, [guest], [grad], self._groups):
                 self._inner.step()
             stack.keep_states(compress(guest.state, master, states.storage.moment_of(params[0]), here), kept)
             stack.write(master, here)
@@ -243,7 +225,7 @@ class CompressedStep:
             param, self._inner.param_groups[number].get(SEED, 0), (states.streams[param], self._counts[number])
         )
 
-    def _advance(self, params: Sequence[Tensor], *, compare: bool = False, apart: bool = False) -> list[_Guest]:
+    def _advance(self, params: Sequence[Tensor], *, compare: bool = False, apart: bool = False) -> list[Guest]:
         """Return these weights, expanded; those that have gradients stepped.
 
         Args:
@@ -260,15 +242,15 @@ class CompressedStep:
             state = self._inner.state.get(self._masters[param]) or {}
             expanded = expand(state, param) if self._steps(param) else {}
             if apart:
-                expanded = {name: _copy_of_number(value) for name, value in expanded.items()}
-            guests.append(_Guest(param, master, expanded, before))
+                expanded = {name: copy_of_number(value) for name, value in expanded.items()}
+            guests.append(Guest(param, master, expanded, before))
         stepping = [guest for guest in guests if self._steps(guest.param)]
         if self._muon is not None:
             for guest in stepping:
                 guest.state = self._muon.step(guest.param, guest.master, guest.state)
             return guests
         grads = [self._grads[guest.param].to(torch.float32) for guest in stepping]
-        with _as_groups(self._inner, stepping, grads, self._groups):
+        with as_groups(self._inner, stepping, grads, self._groups):
             self._inner.step()
         return guests
 
@@ -297,7 +279,7 @@ class CompressedStep:
         loaded = self._states.loaded.get(param)
         return expand_master(param, held) if loaded is None else local_of(loaded).clone()
 
-    def _claim(self, guests: Iterable[_Guest]) -> None:
+    def _claim(self, guests: Iterable[Guest]) -> None:
         for guest in guests:
             shard: Any = local_of(guest.param)
             if guest.before is not None:
@@ -309,7 +291,7 @@ class CompressedStep:
                     master = round_master(master, shard, self._at(guest.param))
                 self.claims[guest.param] = claim_of(master, shard.recipe, self._sharing[guest.param])
 
-    def _keep_state(self, guest: _Guest) -> None:
+    def _keep_state(self, guest: Guest) -> None:
         if not self._steps(guest.param):
             return
         how, key = self._states.storage.moment_of(guest.param), self._masters[guest.param]
@@ -317,7 +299,7 @@ class CompressedStep:
         self._inner.state[key] = compress(guest.state, guest.param, how, self._at(guest.param), kept)
         guest.state = {}
 
-    def _settle_dense(self, guest: _Guest) -> None:
+    def _settle_dense(self, guest: Guest) -> None:
         """Write a bf16 weight; masters in fp32 are where they were, and the general way writes what is behind them."""
         self._keep_state(guest)
         held = self._states.remainders.get(guest.param)
@@ -344,47 +326,12 @@ class CompressedStep:
                 value.copy_(before)
 
 
-@contextmanager
-def _as_groups(
-    inner: torch.optim.Optimizer, guests: Sequence[_Guest], grads: Sequence[Tensor], groups: Mapping[Tensor, int]
-) -> Iterator[None]:
-    """Inside, the groups of an optimizer hold the masters of these alone, with their gradients and states."""
-    everything = [group["params"] for group in inner.param_groups]
-    fused = [group.get("fused") for group in inner.param_groups]
-    steps = [guest.master.detach() for guest in guests]
-    try:
-        for group in inner.param_groups:
-            group["params"] = []
-            # torch's fused step rounds what is left of a vector otherwise: bytes would depend on who stands where
-            if group.get("fused"):
-                group["fused"] = None
-        for guest, master, grad in zip(guests, steps, grads, strict=True):
-            master.grad = grad
-            inner.param_groups[groups[guest.param]]["params"].append(master)
-            if guest.state:
-                inner.state[master] = guest.state
-        yield
-        for guest, master in zip(guests, steps, strict=True):
-            guest.state = inner.state.get(master) or {}
-    finally:
-        for group, own, asked in zip(inner.param_groups, everything, fused, strict=True):
-            group["params"] = own
-            if asked:
-                group["fused"] = asked
-        for master in steps:
-            inner.state.pop(master, None)
-
-
 def _muon_of(
-    matrices: "MatrixStep", inner: torch.optim.Optimizer, weights: Weights, grads: Mapping[Tensor, Tensor]
+    matrices: "MatrixStep", inner: torch.optim.Optimizer, weights: StepWeights, grads: Mapping[Tensor, Tensor]
 ) -> "MuonOfChunks":
     from qtensor.optim.compressed.muon import MuonOfChunks
 
     return MuonOfChunks(matrices, inner, weights.masters, weights.groups, grads)
-
-
-def _copy_of_number(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and not value.ndim else value
 
 
 def _share_scales(params: Sequence[Tensor]) -> dict[Tensor, CutBlocks | None]:
@@ -397,19 +344,3 @@ def _share_scales(params: Sequence[Tensor]) -> dict[Tensor, CutBlocks | None]:
         if shares or shard._partners is not None:
             found[param] = blocks
     return found
-
-
-def _chunks(params: Sequence[Tensor], elsewhere: int) -> Iterator[list[Tensor]]:
-    """Yield the parameters in runs of some elements, or of a single one that has more; `elsewhere`: than on a CPU."""
-    chunk: list[Tensor] = []
-    elements = 0
-    for param in params:
-        local = local_of(param)
-        most = CHUNK.get(local.device.type, elsewhere)
-        if chunk and elements + local.numel() > most:
-            yield chunk
-            chunk, elements = [], 0
-        chunk.append(param)
-        elements += local.numel()
-    if chunk:
-        yield chunk

@@ -19,7 +19,7 @@ from torch import Tensor
 from fsdp_hooks.kernels.compiled import use_kernels
 from fsdp_hooks.torch_private import has_step_hooks, is_tracing, is_watched, without_torch_function
 from qtensor.optim.compressed.states import COUNT, SEED, CompressedStates
-from qtensor.optim.compressed.step import CompressedStep, Weights
+from qtensor.optim.compressed.step import CompressedStep, StepWeights
 from qtensor.optim.fused.compressed.decision import EMPTY, packed, refuse_rule
 from qtensor.optim.fused.compressed.probe import prove
 from qtensor.optim.fused.compressed.table import ROW
@@ -52,7 +52,7 @@ class FusedCompressedStep:
         self._owners = Owners()
 
     @torch.no_grad()
-    def take(self, states: CompressedStates, inner: torch.optim.Optimizer, weights: Weights) -> "BothWays":
+    def take(self, states: CompressedStates, inner: torch.optim.Optimizer, weights: StepWeights) -> "BothWays":
         """Return the step of these weights.
 
         Raises:
@@ -72,7 +72,7 @@ class FusedCompressedStep:
                     self._reasons.tell(param, found)
         taken = {task.param for task in tasks}
         rest = [param for param in stepped if param not in taken]
-        general = CompressedStep(states, inner, Weights(rest, masters, groups, fresh, taken, weights.matrices))
+        general = CompressedStep(states, inner, StepWeights(rest, masters, groups, fresh, taken, weights.matrices))
         own = [inner.param_groups[groups[task.param]] for task in tasks]
         drawn = states.storage.rounding == "stochastic"
         rows = [
