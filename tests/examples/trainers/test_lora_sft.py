@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -40,6 +42,8 @@ BASES = {
     "dense": ("", "NVFP4BlockScaling"),
     "nf4": ("", "NF4BlockScaling"),
 }
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +125,21 @@ def _check_adapters(name: str, base: Path, adapter: Path) -> None:
         warnings.simplefilter("ignore", FutureWarning)
         adapted = PeftModel.from_pretrained(model, adapter)
     assert adapted(tokens, labels=tokens).loss < 0.95 * plain
+
+
+@pytest.mark.full  # processes of its own
+def test_accelerate_launch_runs_the_same(base_of: Callable[[str], Path], shared_tmp_path: Path) -> None:
+    """With accelerate's flags for FSDP2 in force: the same adapters as those of ranks that something else started."""
+    base, ours, theirs = base_of("dense"), shared_tmp_path / "ours", shared_tmp_path / "theirs"
+    run_ranks(2, _run, "--base", str(base), "--out", str(ours), timeout=300)
+    flags = "--use_fsdp --fsdp_version 2 --fsdp_cpu_ram_efficient_loading false --num_processes 2 --num_machines 1"
+    layers = "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer"
+    free = "--mixed_precision no --dynamo_backend no --main_process_port 0"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *flags.split(), *layers.split(), *free.split()]
+    script = [str(Path(lora_sft.__file__)), "--base", str(base), "--out", str(theirs)]
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    environment["PYTHONPATH"] = str(Path(lora_sft.__file__).parents[2])
+    subprocess.run([*launch, *script], env=environment, check=True, timeout=280)
+    one, other = (load_file(path / "adapter/adapter_model.safetensors") for path in (ours, theirs))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
