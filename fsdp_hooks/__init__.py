@@ -13,6 +13,7 @@ This package knows parts, not formats. It is the lowest of the packages and impo
     kernels/          bytes at speed: compiled functions, digests, sums
 
     all_gather.py     the hooks that FSDP2 calls on a shard
+    row_pieces.py     the same for shards with some rows of every matrix of a stack
     until_reshard.py  what is made of a gathered weight once, and freed with it
     scale_sync.py     shards that share a scale agree on it: sync_scales
     unshard.py        one module's parameters, whole, during a `with` block: unsharded

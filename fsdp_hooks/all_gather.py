@@ -8,13 +8,15 @@ it in place. `AllGatherHooks` answers for any tensor that consists of parts; it 
     tensor-wide part  []            gathered part = the shards' values as a vector, entry i // rows-per-shard for row i
 
 So one rank's scale is never applied to another rank's bytes, whether the shards agree or not, and this takes no host
-sync. Everything is handed over as uint8 views: gloo refuses float8, NCCL refuses E8M0, and a view costs no copy.
+sync. Everything is handed over as uint8 views: gloo refuses float8, NCCL refuses E8M0, and a view costs no copy. Stacks
+[E, N, K] of which each shard has some rows of every matrix (`Shard(1)`) travel as one input, see row_pieces.py.
 
 Two holes of FSDP2 (torch 2.11 - 2.13) are closed here:
   * uneven shards: FSDP does not pad the inputs of an extension, it only checks them. With the 5-argument signature the
-    check fails on the short ranks alone, and the others wait forever; with `*args` the check is skipped and we pad. We
-    note the number of padded rows when FSDP allocates the padded shard (`new_zeros`), because CPU offload and pinning
-    drop the padding from the storage.
+    check fails on the short ranks alone, and the others wait forever; with one argument the check is skipped and we
+    pad. So short shards have that signature, and all others the one that tells them how FSDP cut them. We note the
+    number of padded rows when FSDP allocates the padded shard (`new_zeros`), because CPU offload and pinning drop the
+    padding from the storage.
   * shard world size 1: only the first input comes back. The other parts are copied from the shard into buffers of
     their own, because with an alias a write to the gathered weight would change the shard's scale but not its payload.
 """
@@ -22,20 +24,25 @@ Two holes of FSDP2 (torch 2.11 - 2.13) are closed here:
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fsdp_hooks.torch_private import below_autograd, local_of, without_torch_function
 
+if TYPE_CHECKING:
+    from fsdp_hooks.row_pieces import RowPieces
+
 
 @dataclass(frozen=True)
 class ShardRows:
-    """Which entry of a vector of tensor-wide values belongs to row i: entry (i + offset) // rows."""
+    """Which entry of a vector of tensor-wide values belongs to index i along `dim`: entry (i + offset) // rows."""
 
     rows: int
     offset: int = 0
+    dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,25 +77,41 @@ class PartNames:
 
 
 class SignedMethod:
-    """A method (self, *args) whose bound form has its signature at hand: FSDP2 asks for it before every gather."""
+    """`fsdp_pre_all_gather`, whose bound form has its signature at hand: FSDP2 asks for it before every gather.
 
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.method = method
+    Args:
+        method: called with the owner and whatever FSDP2 gives.
+        padded_rows: returns how many rows FSDP2 padded the owner to; None if it did not.
+    """
+
+    def __init__(self, method: Callable[..., Any], padded_rows: Callable[[Any], int | None]) -> None:
+        self.method, self.padded_rows = method, padded_rows
 
     def __get__(self, owner: Any, kind: type | None = None) -> Callable[..., Any]:
         """Return the method of `owner`; of the class, the function."""
-        return self.method if owner is None else _Bound((self.method, owner))
+        return self.method if owner is None else _Bound((self, owner))
 
 
 class _Bound(tuple[Any, ...]):
     """A method and its owner: a tuple, since FSDP2 asks for it three times a gather, and nothing is made faster."""
 
     __slots__ = ()
-    __signature__ = inspect.signature(lambda *args: None)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """What FSDP2 calls it with: the mesh; and, unless the shard is shorter than others, the size of the whole."""
+        signed, owner = self
+        with without_torch_function():
+            padded = signed.padded_rows(owner)
+            return _ALL if padded is None or padded == owner.shape[0] else _MESH
 
     def __call__(self, *args: Any) -> Any:
-        method, owner = self
-        return method(owner, *args)
+        signed, owner = self
+        return signed.method(owner, *args)
+
+
+_MESH = inspect.signature(lambda mesh: None)
+_ALL = inspect.signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
 
 
 class AllGatherHooks:
@@ -116,15 +139,22 @@ class AllGatherHooks:
         """Return what FSDP frees with a gathered tensor besides its parts, see until_reshard.py."""
         return ()
 
-    @SignedMethod
-    def fsdp_pre_all_gather(self, *args: Any) -> tuple[tuple[Tensor, ...], int]:
+    @partial(SignedMethod, padded_rows=lambda self: self._sharding.padded_rows)
+    def fsdp_pre_all_gather(self, *args: Any) -> "tuple[tuple[Tensor, ...], int | RowPieces]":
         """Return uint8 views of the shard's parts, padded to equal rows. FSDP2 calls it on every rank, on the shard.
 
         Returns the inputs (row parts [padded rows, bytes]; tensor-wide parts [1, 4]) and the padded row count as
-        metadata. The inputs alias the shard wherever its storage holds the padding rows.
+        metadata. The inputs alias the shard wherever its storage holds the padding rows. Of a shard with some rows of
+        every matrix, see row_pieces.py.
         """
         # each read of an attribute would go through __torch_function__
         with without_torch_function():
+            if dim := _dim_cut(self.shape, args):
+                from fsdp_hooks.row_pieces import give
+
+                own = self.parts()
+                flat, pieces = give([own[name] for name in self._part_names().sent], dim, self.shape)
+                return (flat,), pieces
             # FSDP wants inputs of one size from all ranks, and does not pad those of an extension
             rows = self._sharding.padded_rows or self.shape[0]
             names, parts = self._part_names(), self.parts()
@@ -141,7 +171,7 @@ class AllGatherHooks:
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: Sequence[Tensor],
-        metadata: int,
+        metadata: "int | RowPieces",
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -152,6 +182,8 @@ class AllGatherHooks:
         as_strided), and the buffers we allocated ourselves. Later calls (with `out`): FSDP's buffers hold fresh bytes
         already and only our own are refilled; returns None.
         """
+        if not isinstance(metadata, int):
+            return self._join_pieces(all_gather_outputs[0], metadata, param_dtype, out)
         names = self._part_names()
         received = names.sent[: len(all_gather_outputs)]
         # backward gathers into the tensors of forward, which autograd saved: they stay the same objects
@@ -172,6 +204,41 @@ class AllGatherHooks:
         # which shard a row comes from, and so which scale it has, is told by the number of rows a shard
         whole = self._build_gathered(parts, param_dtype, Sharding(shards=ShardRows(metadata)))
         return whole, (*own.values(), *self._kept_beside(whole))
+
+    def _join_pieces(
+        self, gathered: Tensor, pieces: "RowPieces", param_dtype: torch.dtype, out: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Do `fsdp_post_all_gather` of shards that hold some rows of every matrix: uint8 [ranks, bytes]."""
+        from fsdp_hooks.row_pieces import restore, take
+
+        restore(pieces)
+        names, shard, dim = self._part_names(), self.parts(), pieces.dim
+        if out is not None:
+            theirs = local_of(out).parts()  # type: ignore[attr-defined]
+            with below_autograd():
+                take(gathered, {name: theirs[name] for name in names.sent}, shard, pieces)
+            _refill(local_of(out), self, [name for name in names.every if name not in names.sent])
+            return None
+        ranks, parts = gathered.shape[0], {}
+        for name, part in shard.items():
+            if name not in names.sent:
+                parts[name] = part.reshape(-1).to(gathered.device, copy=True)
+                continue
+            shape = (*part.shape[:dim], ranks * part.shape[dim], *part.shape[dim + 1 :]) if part.ndim else (ranks,)
+            parts[name] = torch.empty(shape, dtype=part.dtype, device=gathered.device)
+        take(gathered, {name: parts[name] for name in names.sent}, shard, pieces)
+        rows = ShardRows(pieces.shape[dim], dim=dim)
+        whole = self._build_gathered(parts, param_dtype, Sharding(shards=rows))
+        return whole, (*parts.values(), *self._kept_beside(whole))
+
+
+def _dim_cut(shape: torch.Size, args: Sequence[Any]) -> int:
+    """Return along which dim FSDP2 cut a shard of this shape, by the arguments of its `fsdp_pre_all_gather`.
+
+    0 if it is the whole tensor, or if FSDP2 does not tell the shape of that (a shard shorter than others).
+    """
+    whole = args[1] if len(args) > 1 else shape
+    return next((dim for dim, (own, every) in enumerate(zip(shape, whole, strict=True)) if own != every), 0)
 
 
 def _refill(gathered: Any, shard: AllGatherHooks, names: list[str]) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "apply_to_tensors",
     "asking_package",
     "below_autograd",
+    "calling_fsdp_param",
     "compute_local_shape_and_global_offset",
     "constant_in_graphs",
     "cpu_by_default",
@@ -53,7 +54,9 @@ __all__ = [
     "named_locals_of",
     "note_shard_rows",
     "one_dispatch_state",
+    "reshards_to_fewer",
     "root_mesh",
+    "set_padded_size",
     "shard_rows",
     "traced_inputs",
     "tree_map",
@@ -284,6 +287,43 @@ def note_shard_rows(weight: Tensor, rows: int) -> None:
 def shard_rows(weight: Tensor) -> int | None:
     """Return what `note_shard_rows` noted; None if FSDP2 has not cut the weight."""
     return vars(weight).get(_SHARD_ROWS)
+
+
+def calling_fsdp_param() -> Any:
+    """Return FSDP2's record (FSDPParam) of the parameter whose `fsdp_pre_all_gather` runs in this thread.
+
+    The hook is not told, and no public way leads from a shard, or from its module, to the record.
+
+    Raises:
+        NotImplementedError: FSDP2 does not call from a method of one.
+    """
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    kind = getattr(module, "FSDPParam", ())
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), kind):
+            if hasattr(found, "padded_sharded_param_size"):
+                return found
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    raise NotImplementedError(
+        f"quantized stacks [E, N, K] with shard_placement_fn returning Shard(1): FSDP2 of torch {torch.__version__} "
+        "gathers in a way that this version does not know; shard them on dim 0"
+    )
+
+
+def reshards_to_fewer(param: Any) -> bool:
+    """Return whether it was sharded with reshard_after_forward=<int>, by FSDP2's record of a parameter."""
+    after = param.post_forward_mesh_info
+    return after is not None and after.shard_mesh_size != param.mesh_info.shard_mesh_size
+
+
+def set_padded_size(param: Any, size: Sequence[int]) -> None:
+    """Set what FSDP2 takes for the size of a padded shard, in its record; see row_pieces.py.
+
+    FSDP2 lays out what it gathered of Shard(dim > 0) by this size alone, which fits no parameter of several inputs.
+    """
+    param.padded_sharded_param_size = torch.Size(size)
 
 
 _HOOK_TABLES = (

@@ -701,6 +701,31 @@ def test_fsdp_pads_a_shard_by_new_zeros_of_the_weight_that_it_cuts() -> None:
     assert run_ranks(4, cut_by_fsdp) == [3] * 4  # 3 + 3 + 3 + 1
 
 
+def _sizes_while_gathering() -> None:
+    net: Any = torch.nn.Module()
+    net.weight = torch.nn.Parameter(quantize(torch.randn(3, 8, 32), MXFP8BlockScaling()), requires_grad=False)
+    whole = net.weight.detach().clone()
+    fully_shard(net, shard_placement_fn=lambda _: Shard(1))
+    state = net._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    (param,) = groups[0].fsdp_params
+    assert not torch_private.reshards_to_fewer(param)
+    for _ in range(2):
+        assert param.padded_sharded_param_size == (3, 4, 32)
+        handle = net.unshard(async_op=True)
+        assert param.padded_sharded_param_size == (1, 3 * 4 * 33)
+        handle.wait()
+        assert param.padded_sharded_param_size == (3, 4, 32)
+        assert all(torch.equal(part, whole.parts()[name]) for name, part in net.weight.parts().items())
+        net.reshard()
+
+
+def test_fsdp_lays_out_what_it_gathers_by_the_size_in_its_record() -> None:
+    with pytest.raises(NotImplementedError, match=r"gathers in a way that this version does not know"):
+        torch_private.calling_fsdp_param()
+    run_ranks(2, _sizes_while_gathering)
+
+
 def _slices() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert torch_private.root_mesh(mesh["dp"]).mesh.tolist() == [[0, 1], [2, 3]]

@@ -177,7 +177,7 @@ def encode_step(x: Tensor, recipe: Recipe, *state: Tensor) -> dict[str, Tensor]:
 def decode(parts: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """Do `Format.decode`, rounded once to `dtype`: [.., N, K].
 
-    Tensor-wide parts may be given per entry of dim 0 ([N, 1, ..]), as a gathered weight has them.
+    Tensor-wide parts may be given per entry of a dim ([N, 1, ..], [1, N, 1]), as a gathered weight has them.
     """
     # shapes alone, as in `encode`
     if parts["payload"].is_meta and not is_tracing():

@@ -30,7 +30,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def part_rows(part: Tensor, spec: PartSpec, shape: Sequence[int]) -> Tensor:
-    """Return a part of a tensor of `shape`: [rows, ..]; a tensor-wide one: [], or [rows, 1] if per entry of dim 0."""
+    """Return a part of a tensor of `shape`: [rows, ..]; a tensor-wide one: [], or [rows, 1] if per entry of a dim."""
     if spec.per_row:
         return rows_of(part)
     return part if part.ndim == 0 else part.expand(*shape[:-1], 1).reshape(-1, 1)

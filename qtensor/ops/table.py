@@ -205,24 +205,35 @@ def new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     the others from the start.
     """
     q, shape = args[0], tuple(args[1])
-    if shape[1:] != tuple(q.shape[1:]):
-        raise NotImplementedError(
-            f"new_zeros({shape}) of {describe(q.shape, q.recipe)} changes more than the rows. FSDP2 asks for this with "
-            "Shard(dim > 0) placements, which quantized weights do not support; shard on dim 0 (tensor parallelism may "
-            "use dim 1)"
-        )
-    if len(shape) == 1:
-        raise NotImplementedError(
-            f"sharding {describe(q.shape, q.recipe)}: FSDP2 would cut its one row along K; keep it out by "
-            "fully_shard(ignored_params=...), or leave it dense"
-        )
+    check_shard_shape(q, shape)
     out = _allocate(q, shape, kwargs, zero=True, sharding=Sharding(padded_rows=shape[0], allocated=True))
     if q._sharding.shards is None and not q.is_meta:
         for spec in specs_of(q.recipe):
             if not spec.per_row:
                 getattr(out, spec.name).copy_(getattr(q, spec.name))
-    note_shard_rows(q, shape[0])
+    if shape[1:] == tuple(q.shape[1:]):
+        note_shard_rows(q, shape[0])
     return out
+
+
+def check_shard_shape(q: Any, shape: tuple[int, ...]) -> None:
+    """Raise NotImplementedError if a shard of this shape holds something else than rows, cut along one dim.
+
+    q: a weight that has a recipe.
+    """
+    own = tuple(q.shape)
+    cut = [dim for dim, (size, every) in enumerate(zip(shape, own, strict=False)) if size != every]
+    if len(shape) != len(own) or len(cut) > 1 or (len(own) > 1 and len(own) - 1 in cut):
+        raise NotImplementedError(
+            f"new_zeros({shape}) of {describe(q.shape, q.recipe)} changes more than the rows. FSDP2 asks for this if "
+            "shard_placement_fn cuts K, which it cannot do with quantized weights; shard on dim 0, or stacks [E, N, K] "
+            "on dim 1, too (tensor parallelism may cut K)"
+        )
+    if len(own) == 1:
+        raise NotImplementedError(
+            f"sharding {describe(q.shape, q.recipe)}: FSDP2 would cut its one row along K; keep it out by "
+            "fully_shard(ignored_params=...), or leave it dense"
+        )
 
 
 def refuse_resharding_to_a_smaller_mesh(q: QuantizedTensor, size: int) -> None:

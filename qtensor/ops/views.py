@@ -119,11 +119,15 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     piece, wide = cut(q, 0, index, index + 1), tensor_wide(q.recipe)
     own = contents_of(piece)
     parts = {spec.name: own[spec.name][0] if spec.per_row else own[spec.name] for spec in contents_specs(q)}
+    shards = piece._sharding.shards
     # all of a gathered stack of one
-    if wide is not None and piece._sharding.shards is not None:
-        parts[wide], _ = _cut_vector(parts[wide], piece._sharding.shards, 0, 1)
+    if wide is not None and shards is not None and shards.dim == 0:
+        parts[wide], shards = _cut_vector(parts[wide], shards, 0, 1)
+    # a matrix whose rows come from all shards
+    elif shards is not None:
+        shards = dataclasses.replace(shards, dim=shards.dim - 1) if wide is not None and shards.dim else None
     # q may itself be a view, whose writes reach others, or nothing
-    return q._like(parts, lens=piece._lens)
+    return q._like(parts, lens=piece._lens, sharding=Sharding(shards=shards))
 
 
 @implements(aten.unbind.int)
@@ -143,8 +147,7 @@ def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not plain or size[1:] != tuple(q.shape[1:]) or size[0] > q.shape[0]:
         raise NotImplementedError(
             f"as_strided of {describe(q.shape, q.recipe)} to size {size}, stride {tuple(stride)}: only its first rows "
-            "are defined. FSDP2 asks for this with Shard(dim > 0) placements, which quantized weights do not support; "
-            "shard on dim 0"
+            "are defined"
         )
     cropped, wide = cut(q, 0, 0, size[0]), tensor_wide(q.recipe)
     if q._sharding.shards is None:
@@ -198,7 +201,7 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int, *, severed: bool = F
     own, lens, sharding = contents_of(q), q._lens, q._sharding
     parts = {spec.name: _cut_part(own[spec.name], spec, piece) for spec in contents_specs(q)}
     shards, wide = sharding.shards, tensor_wide(q.recipe)
-    if shards is not None and wide is not None and dim == 0 and not piece.whole:
+    if shards is not None and wide is not None and dim == shards.dim and not piece.whole:
         parts[wide], shards = _cut_vector(parts[wide], shards, start, end)
     reach = _reach(piece, row_multiple(q.recipe), allocated=sharding.allocated, severed=severed)
     return q._like(
@@ -222,8 +225,7 @@ def _check_cut(q: QuantizedTensor, piece: _Range) -> None:
     if piece.along_k and piece.splits(multiple := block_multiple(q.recipe)):
         raise ValueError(
             f"cutting {describe(piece.shape, q.recipe)} at columns {piece.start}:{piece.end}: cuts along K must be "
-            f"multiples of {multiple}. If FSDP2 asks for it: it does not support quantized weights with Shard(dim > 0) "
-            "placements; shard on dim 0"
+            f"multiples of {multiple}. If FSDP2 asks for it: it cannot cut K of quantized weights; shard on dim 0"
         )
 
 
@@ -258,4 +260,4 @@ def _cut_vector(vector: Tensor, shards: ShardRows, start: int, end: int) -> tupl
     first, last = (start + shards.offset) // shards.rows, (max(end - 1, start) + shards.offset) // shards.rows
     if first == last:
         return vector[min(first, vector.shape[0] - 1)], None
-    return vector, ShardRows(shards.rows, shards.offset + start)
+    return vector, ShardRows(shards.rows, shards.offset + start, shards.dim)

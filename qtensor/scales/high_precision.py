@@ -20,7 +20,8 @@ Outside FSDP, `F.linear` quantizes the weight on the spot: the same numbers as u
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ from fsdp_hooks.versions import count_writes
 from qtensor.numerics.graph_key import THIS_CODE, Keyed, KeyTag
 from qtensor.numerics.kernels import amax_shape, shared_amax
 from qtensor.ops.data_attribute import SET_DATA, exchange_data
-from qtensor.ops.table import refuse_resharding_to_a_smaller_mesh
+from qtensor.ops.table import check_shard_shape, refuse_resharding_to_a_smaller_mesh
 from qtensor.scales.agreement import DenseScales, claim_of, decide, encode_agreed, scale_of
 from qtensor.scales.cut_blocks import CutBlocks
 from qtensor.scales.high_precision_ops import ALIASES, KEEPS, RESHAPES_IN_PLACE, SAME_ROWS, TRANSPOSES
@@ -51,6 +52,9 @@ from qtensor.spec.registry import check_shape, describe, registered
 from qtensor.tensor.made_anew import address, make_anew
 from qtensor.tensor.moves import MoveNote, carry_note, freeze_noted, take_note
 from qtensor.tensor.quantized_tensor import TORCH_FUNCTIONS, QuantizedTensor
+
+if TYPE_CHECKING:
+    from fsdp_hooks.row_pieces import RowPieces
 
 aten = torch.ops.aten
 
@@ -153,24 +157,24 @@ class HighPrecisionWeight(Keyed, Tensor):
 
     # -- FSDP2 ---------------------------------------------------------------------------------------------------------
 
-    @SignedMethod
-    def fsdp_pre_all_gather(self, *args: Any) -> tuple[tuple[Tensor, ...], QuantizedTensor]:
-        """Return the inputs of the quantized shard, and that shard as metadata. FSDP2 calls it on every rank."""
+    @partial(SignedMethod, padded_rows=lambda self: self.padded_rows)
+    def fsdp_pre_all_gather(self, *args: Any) -> "tuple[tuple[Tensor, ...], tuple[QuantizedTensor, int | RowPieces]]":
+        """Return the inputs of the quantized shard; that shard, and its metadata. FSDP2 calls it on every rank."""
         q = self.quantize()
-        inputs, _ = q.fsdp_pre_all_gather(*args)
-        return inputs, q
+        inputs, metadata = q.fsdp_pre_all_gather(*args)
+        return inputs, (q, metadata)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: Sequence[Tensor],
-        metadata: QuantizedTensor,
+        metadata: "tuple[QuantizedTensor, int | RowPieces]",
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Build, or refill, the gathered weight; see AllGatherHooks."""
-        rows = self.padded_rows or self.shape[0]
-        return metadata.fsdp_post_all_gather(all_gather_outputs, rows, param_dtype, out=out)
+        q, how = metadata
+        return q.fsdp_post_all_gather(all_gather_outputs, how, param_dtype, out=out)
 
     # -- torch protocols -----------------------------------------------------------------------------------------------
 
@@ -328,14 +332,10 @@ def _padded_shard(weight: HighPrecisionWeight, result: Tensor) -> HighPrecisionW
 
     FSDP pads uneven shards again before the first forward and after a load, so the new shard takes over the agreement.
     """
-    if result.shape[1:] != weight.shape[1:]:
-        raise NotImplementedError(
-            f"new_zeros({tuple(result.shape)}) of {describe(weight.shape, weight.recipe)} changes more than the rows. "
-            "FSDP2 asks for this with Shard(dim > 0) placements, which quantized weights do not support; shard on dim "
-            "0 (tensor parallelism may use dim 1)"
-        )
+    check_shard_shape(weight, tuple(result.shape))
     check_shape(result.shape, weight.recipe, "shard", full=False)
-    note_shard_rows(weight, result.shape[0])
+    if result.shape[1:] == weight.shape[1:]:
+        note_shard_rows(weight, result.shape[0])
     return weight._like(result, agreement=weight.agreement, padded_rows=result.shape[0])
 
 

@@ -84,17 +84,18 @@ def shared_scale(q: "QuantizedTensor") -> Tensor:
 
 
 def parts_per_row(q: "QuantizedTensor") -> dict[str, Tensor]:
-    """Return the parts, with the vector of a gathered weight's tensor-wide part spread over the rows ([N, 1, ..])."""
+    """Return the parts; the vector of a gathered weight's tensor-wide part is spread over the rows ([.., N, 1, ..])."""
     parts, shards = q.parts(), q._sharding.shards
     # shards that do not agree yet keep their own scales in a gather: each row takes that of its shard
     if shards is not None and (wide := tensor_wide(q.recipe)) is not None:
         if parts[wide].shape[0] == 1:
             parts[wide] = parts[wide].reshape(())
             return parts
-        rows, ndim = parts["payload"].shape[0], parts["payload"].ndim
+        rows, behind = parts["payload"].shape[shards.dim], parts["payload"].ndim - 1 - shards.dim
         # entry (row + offset) // rows of a shard
         spread = parts[wide].unsqueeze(1).expand(-1, shards.rows).reshape(-1)
-        parts[wide] = spread[shards.offset : shards.offset + rows].reshape(rows, *[1] * (ndim - 1))
+        own = spread[shards.offset : shards.offset + rows]
+        parts[wide] = own.reshape(*[1] * shards.dim, rows, *[1] * behind)
     return parts
 
 

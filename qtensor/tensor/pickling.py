@@ -34,7 +34,7 @@ def reduce(q: Any) -> tuple[Any, ...]:
         "shape": tuple(q.shape),
         "flat": lens.described,
         "transposed": lens.transposed,
-        "shards": None if shards is None else (shards.rows, shards.offset),
+        "shards": None if shards is None else (shards.rows, shards.offset, shards.dim),
         "requires_grad": q.requires_grad,
         "parameter": isinstance(q, torch.nn.Parameter),
     }

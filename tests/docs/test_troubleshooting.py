@@ -20,6 +20,7 @@ TORCHS = {  # messages of torch that are met on the way
     "KeyError: <class …",  # with the rest, MkDocs takes it for a tag and leaves it out of the anchor
     "a leaf Variable that requires grad is being used in an in-place operation",
     "DTensor random operators may not have complete support on cpu device mesh",
+    "FSDP does not support uneven sharding on dim …",
 }
 # Messages that need a fault or a model of their own; the tests that raise them, with words they look for.
 RAISED_IN = {

@@ -153,6 +153,13 @@ def sharded_on_columns(_: Path) -> object:
     return fully_shard(linear(), shard_placement_fn=lambda param: Shard(1))
 
 
+@earns("does not support uneven sharding")
+def uneven_rows(_: Path) -> object:
+    module = nn.Module()
+    module.experts = nn.Parameter(quantize(torch.ones(3, 33, 64), MXFP8))
+    return fully_shard(module, shard_placement_fn=lambda param: Shard(1))
+
+
 @earns("cuts along K must be multiples")
 def cut_in_a_block(_: Path) -> object:
     pair = nn.Sequential(linear(columns=96))

@@ -248,10 +248,12 @@ def unpack(packed: dict[str, Any]) -> dict[str, Tensor]:
     return {name: data.view(dtype).reshape(shape) for name, (data, dtype, shape) in packed.items()}
 
 
-def assert_gathers_exactly(net: nn.Module, what: str, group: Any = None, *, full: dict[str, Any] | None = None) -> None:
+def assert_gathers_exactly(
+    net: nn.Module, what: str, group: Any = None, *, full: dict[str, Any] | None = None, dim: int = 0
+) -> None:
     """Gathered row parts are the shards' parts in rank order; the tensor-wide part is one value a shard.
 
-    `full` is what `gathered` has just returned, where the caller needs it, too.
+    `full` is what `gathered` has just returned, where the caller needs it, too; `dim` is along which shards are cut.
     """
     shards, full = shards_of(net, group), gathered(net) if full is None else full
     for fqn, pieces in shards.items():
@@ -259,7 +261,7 @@ def assert_gathers_exactly(net: nn.Module, what: str, group: Any = None, *, full
             if pieces[0][name].ndim == 0:
                 expected = torch.stack([piece[name] for piece in pieces])
             else:
-                expected = torch.cat([piece[name].view(torch.uint8) for piece in pieces]).view(part.dtype)
+                expected = torch.cat([piece[name].view(torch.uint8) for piece in pieces], dim).view(part.dtype)
             assert_same_bytes(part, expected, f"{what}: gathered {fqn}.{name}")
 
 

@@ -241,7 +241,7 @@ OPERATIONS: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     "columns": (
         ValueError,
         lambda: q()[:, 8:40],
-        f"cutting {W} at columns 8:40: cuts along K must be multiples of 32. If FSDP2 asks for it: it does not support quantized weights with Shard(dim > 0) placements; shard on dim 0",
+        f"cutting {W} at columns 8:40: cuts along K must be multiples of 32. If FSDP2 asks for it: it cannot cut K of quantized weights; shard on dim 0",
     ),
     "step": (NotImplementedError, lambda: q()[::2], f"slicing {W} with step 2; only step 1 is defined"),
     "select": (
@@ -287,14 +287,13 @@ OPERATIONS: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     "shard dim": (
         NotImplementedError,
         lambda: q().new_zeros((64, 48)),
-        f"new_zeros((64, 48)) of {W} changes more than the rows. FSDP2 asks for this with Shard(dim > 0) placements, which quantized "
-        "weights do not support; shard on dim 0 (tensor parallelism may use dim 1)",
+        f"new_zeros((64, 48)) of {W} changes more than the rows. FSDP2 asks for this if shard_placement_fn cuts K, which it cannot do with "
+        "quantized weights; shard on dim 0, or stacks [E, N, K] on dim 1, too (tensor parallelism may cut K)",
     ),
     "crop": (
         NotImplementedError,
         lambda: q().as_strided((64, 48), (96, 1)),
-        f"as_strided of {W} to size (64, 48), stride (96, 1): only its first rows are defined. FSDP2 asks for this with Shard(dim > 0) "
-        "placements, which quantized weights do not support; shard on dim 0",
+        f"as_strided of {W} to size (64, 48), stride (96, 1): only its first rows are defined",
     ),
     "data": (
         NotImplementedError,
