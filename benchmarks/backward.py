@@ -28,7 +28,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.machine import machine_and_versions
-from qtensor import Float8CurrentScaling, MasterWeightOptimizer, MXFP8BlockScaling, quantized_model_init
+from qtensor import (
+    Float8CurrentScaling,
+    MasterWeightOptimizer,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    quantized_model_init,
+)
 from qtensor.spec.recipes import Recipe
 
 RESULTS = Path(__file__).parent / "results"
@@ -39,6 +45,16 @@ VARIANTS: dict[str, Recipe | None] = {
     "Float8 row, e4m3": Float8CurrentScaling(activations="dynamic", gradients="e4m3"),
     "MXFP8 row, dense": MXFP8BlockScaling(activations="dynamic"),
     "MXFP8 row, e4m3": MXFP8BlockScaling(activations="dynamic", gradients="e4m3"),
+    "NVFP4 square, dense": NVFP4BlockScaling(blocks="square", activations="dynamic"),
+    "NVFP4 square, nvfp4": NVFP4BlockScaling(blocks="square", activations="dynamic", gradients="nvfp4"),
+    "NVFP4 square, nvfp4-nearest": NVFP4BlockScaling(blocks="square", activations="dynamic", gradients="nvfp4-nearest"),
+    "NVFP4 square, nvfp4-unrotated": NVFP4BlockScaling(
+        blocks="square", activations="dynamic", gradients="nvfp4-unrotated"
+    ),
+    "NVFP4 row, dense": NVFP4BlockScaling(activations="dynamic"),
+    "NVFP4 row, nvfp4": NVFP4BlockScaling(activations="dynamic", gradients="nvfp4"),
+    "NVFP4 row 4over6, dense": NVFP4BlockScaling(scale_choice="4over6", activations="dynamic"),
+    "NVFP4 row 4over6, nvfp4": NVFP4BlockScaling(scale_choice="4over6", activations="dynamic", gradients="nvfp4"),
 }
 BATCH, LENGTH, HELD_OUT, LEARNING_RATE, WARMUP, EVERY = 4, 64, 64, 2e-3, 20, 50
 

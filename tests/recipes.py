@@ -153,6 +153,7 @@ class Facts:
 FLOOR = MXFP8BlockScaling(scale_rounding="floor")
 # An NVFP4 scale is rounded to E4M3: 2^-4.
 NVFP4 = {"tensor_wide": "global_scale", "parts": ("global_scale",), "excess": 1 + 2.0**-4, "main": True}
+FOUR_OVER_SIX = NVFP4BlockScaling(scale_choice="4over6")
 DELAYED = {"tensor_wide": "scale", "parts": ("amax_history",), "storages": ("quantized",)}
 # INT4 scales are amax / 7.5, rounded to bf16: 2^-9, and so at most 1 + 2^-8 too small.
 INT4_EXCESS = 7.5 / 7 * (1 + 2.0**-8)
@@ -182,6 +183,7 @@ TABLE = (
     Facts("nf4", NF4BlockScaling(), NF4, FP32, block=64),
     Facts("nvfp4", NVFP4BlockScaling(), E2M1, FP8, block=16, **NVFP4),
     Facts("nvfp4_square", NVFP4BlockScaling(blocks="square"), E2M1, FP8, block=16, square=True, **NVFP4),
+    Facts("nvfp4_4over6", FOUR_OVER_SIX, E2M1, FP8, block=16, **{**NVFP4, "main": False}),
 )
 _FACTS = {each.recipe: each for each in TABLE}
 

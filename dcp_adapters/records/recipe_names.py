@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qtensor.spec.recipes import Recipe
+from qtensor.spec.recipes import Recipe, stored_names
 from qtensor.spec.registry import APPEARANCE_DTYPES, block_multiple, registrations
 
 
@@ -63,7 +63,7 @@ def recipe_label(recipe: Recipe) -> str:
 
 def _fields(recipe: Recipe, options: Mapping[str, str]) -> dict[str, Any]:
     """Parse the options' texts as values of the types that the recipe's fields have."""
-    present = {name: value for name, value in recipe.to_json().items() if name != "type"}
+    present = {name: getattr(recipe, name) for name in stored_names(type(recipe))}
     values: dict[str, Any] = {}
     for name, text in options.items():
         if name not in present:

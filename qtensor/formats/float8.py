@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
+from qtensor.numerics import transposing
 from qtensor.numerics.fineness import Fineness, fineness, fits
 from qtensor.numerics.triton_kernels import ByHand
 from qtensor.spec.blocks import BlockFacts, encoding_scale, finite, quotient
@@ -162,9 +163,11 @@ class Float8(Format):
         """The elements."""
         return {**parts, "scale": torch.ones_like(parts["scale"])}, parts["scale"]
 
-    def turned(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> tuple[dict[str, Tensor], Tensor]:
+    def turned(
+        self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling, multiple: int
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """The same elements with scales of 1; the scales are factors of the rows, which become columns."""
-        payload = parts["payload"].t()  # [K, N]
+        payload = transposing.turned(parts["payload"], multiple)  # [K, N padded]
         ones = torch.ones((payload.shape[0], 1), dtype=torch.float32, device=payload.device)
         return {"payload": payload, "scale": ones}, self.column_factors(parts, recipe)
 

@@ -10,16 +10,28 @@
 
 These are the formulas of TransformerEngine's kernels. The low nibble is the even column. A block that held an element
 that is not finite gets the scale NaN and decodes to NaN; a block with scale 0 decodes to 0.
+
+With scale_choice="4over6" (Cook et al. 2025, "Four Over Six", arXiv 2512.02010) a block's amax becomes 6 or 4, whichever
+changes the block less: between 4 and 6 there is no element, and under the scale of 4 all steps are narrower than 2 of
+them. The larger scale must be an E4M3 number as well, so S leaves room for it, as there and in TransformerEngine:
+
+    S            = 1 if amax_tensor == 0 else min(1536 / amax_tensor, FLT_MAX)          (1536 = 256 * 6)
+    six, four    = the scale as above; E4M3_RNE(clamp(min(amax_block * (S * fp32(1/6)), FLT_MAX) * 1.5, 0, 448))
+    scale        = four if error(four) < error(six) else six
+    error(scale) = sum of fp32(q * (scale * global_scale) - x)^2 over the block, in fp64 (see _squared_error)
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+from qtensor.numerics import kernels, transposing
 from qtensor.numerics.fineness import ORIGIN, Fineness, fineness
 from qtensor.numerics.triton_kernels import ByHand
 from qtensor.products.dynamic import swizzle
@@ -33,16 +45,19 @@ from qtensor.spec.blocks import (
     marked_blocks,
     marks,
     quotient,
+    scatter_blocks,
     tile,
 )
 from qtensor.spec.codecs import e2m1, e8m0
+from qtensor.spec.codecs.hashing import bits, columns_of
 from qtensor.spec.format import Format, Grain, PartSpec, Route
-from qtensor.spec.recipes import Recipe, check_choice
+from qtensor.spec.recipes import IF_SET, Recipe, check_choice
 from qtensor.spec.registry import register
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 BLOCK = 16
 LARGEST_SCALE, LEAST_SCALE = 448.0, 2.0**-9
+LARGEST_OF_SIX = 256.0  # with 4over6: 1.5 times as much, 384, is an E4M3 number, too
 E4M3_EXPONENTS = (-9, 8)  # of the least and the largest power of two among E4M3 scales
 SIXTH = fp32(1 / 6)  # fp32(1/6), exactly representable
 
@@ -53,11 +68,17 @@ class NVFP4BlockScaling(Recipe):
 
     Args:
         blocks: "row" (1x16 along K) or "square" (16x16).
+        scale_choice: None: the largest element of a block becomes 6. "4over6": 6 or 4, by the smaller squared error of
+            the block; for blocks="row", and not for gradients. Masters of such weights can be no remainders.
         activations: None, or "dynamic": a linear layer quantizes its input too, in 1x16 blocks under a global scale a
             row.
+        gradients: None, or with activations="dynamic" the recipe that NVIDIA trains with, "nvfp4": both products of
+            backward are of NVFP4, gradients are rounded stochastically, and the operands of the weight's gradient are
+            rotated by a random Hadamard matrix along tokens (qtensor/products/backward_operands.py). "nvfp4-nearest"
+            leaves out the first of these two, "nvfp4-unrotated" the second.
 
     Raises:
-        ValueError: for any other value.
+        ValueError: for any other value; scale_choice="4over6" with square blocks.
 
     Example:
         ```python
@@ -67,17 +88,43 @@ class NVFP4BlockScaling(Recipe):
         ```
     """
 
+    gradient_elements: ClassVar[tuple[str, ...]] = ("nvfp4", "nvfp4-nearest", "nvfp4-unrotated")
+
     blocks: str = "row"
+    scale_choice: str | None = dataclasses.field(default=None, metadata=IF_SET)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self, "blocks", ("row", "square"))
+        check_choice(self, "scale_choice", (None, "4over6"))
+        if self.scale_choice is not None and self.blocks != "row":
+            raise ValueError(
+                f"NVFP4BlockScaling: scale_choice={self.scale_choice!r} is not offered for blocks={self.blocks!r}, "
+                "where shards that hold pieces of a block would have to agree on its errors, too; take "
+                'blocks="row", or leave scale_choice None'
+            )
+
+    @property
+    def of_gradients(self) -> Recipe:
+        """The same blocks without a choice of scales: one by the error of rounding to nearest is for other operands."""
+        return dataclasses.replace(self.of_backward, scale_choice=None)  # type: ignore[call-arg]
+
+    @property
+    def rotates_tokens(self) -> bool:
+        """As `gradients` says."""
+        return self.gradients in ("nvfp4", "nvfp4-nearest")
+
+    @property
+    def draws_gradients(self) -> bool:
+        """As `gradients` says."""
+        return self.gradients in ("nvfp4", "nvfp4-unrotated")
 
 
 class _NVFP4(Format):
     converts = True
     judges = True
     exact_in_bf16 = True
+    draws = True
 
     def parts(self, recipe: NVFP4BlockScaling) -> tuple[PartSpec, ...]:
         return (
@@ -90,7 +137,8 @@ class _NVFP4(Format):
         self, x: Tensor, recipe: NVFP4BlockScaling, amax: Tensor | None, blocks: BlockFacts | None = None
     ) -> dict[str, Tensor]:
         assert amax is not None
-        enc = encoding_scale(LARGEST_SCALE * e2m1.LARGEST, amax)
+        largest = LARGEST_SCALE if recipe.scale_choice is None else LARGEST_OF_SIX
+        enc = encoding_scale(largest * e2m1.LARGEST, amax)
         return _under_global_scale(x, recipe, enc, quotient(1.0, enc), blocks)
 
     def grid(self, recipe: NVFP4BlockScaling, quantizer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -104,7 +152,8 @@ class _NVFP4(Format):
         blocks = tile(x, BLOCK)  # [.., K // 16, 16]
         whole = finite(blocks)
         broken = marked_blocks(quantizer, whole, BLOCK, square=recipe.blocks == "square")
-        payload = e2m1.encode(blocks * enc.unsqueeze(-1), whole).reshape(*x.shape[:-1], x.shape[-1] // 2)
+        drawn = tile(bits(quantizer["keys"], columns_of(x)), BLOCK) if "keys" in quantizer else None
+        payload = e2m1.encode(blocks * enc.unsqueeze(-1), whole, drawn).reshape(*x.shape[:-1], x.shape[-1] // 2)
         marked = torch.where(broken > 0, math.nan, quantizer["scale"].to(torch.float32)).to(torch.float8_e4m3fn)
         return {"payload": payload, "scale": marked, "global_scale": quantizer["global_scale"]}
 
@@ -138,14 +187,20 @@ class _NVFP4(Format):
         amax / (scale * global_scale) is 6 up to half a step of the scale: above 5.6 for a normal one, 4.5 for twice the
         least scale and 3 for the least; rounding stochastically may take it to the element before. The largest scale is
         448. Scales of 0, and those in whose products fp32 loses bits, say nothing.
+
+        A scale for 4 is that of an amax over 4: above 3.5 from four times the least scale on, above 3.3, 3 and 2 below;
+        stochastically, the element before. The largest scale for 6 is 256.
         """
-        wide = parts["global_scale"]
+        wide, chosen = parts["global_scale"], recipe.scale_choice is not None
         if name == "global_scale":
+            top = LARGEST_OF_SIX if chosen else LARGEST_SCALE
             return (
-                (largest >= LARGEST_SCALE) | ((largest == 0) & (wide == 1)) | (wide < torch.finfo(torch.float32).tiny)
+                (largest >= top) | ((largest == 0) & (wide == 1)) | (wide < torch.finfo(torch.float32).tiny)
             )
         scale = parts["scale"].to(torch.float32)
         made = (largest >= 4) | ((largest >= 3) & (scale == LEAST_SCALE))
+        if chosen:
+            made = (largest >= 3) | ((largest >= 2) & (scale <= 3 * LEAST_SCALE))
         return made | (scale == 0) | scale.isnan() | (scale * wide < torch.finfo(torch.float32).tiny)
 
     def snap(self, scaled: Tensor, recipe: NVFP4BlockScaling) -> Tensor:
@@ -157,8 +212,9 @@ class _NVFP4(Format):
         one = torch.ones((), dtype=torch.float32, device=parts["payload"].device)
         return {**parts, "global_scale": one}, parts["global_scale"]
 
-    def grain(self, recipe: NVFP4BlockScaling) -> Grain:
-        return Grain(*e2m1.GRAIN)
+    def grain(self, recipe: NVFP4BlockScaling) -> Grain | None:
+        # a choice between two scales depends on all elements of a block, whichever way each is rounded
+        return Grain(*e2m1.GRAIN) if recipe.scale_choice is None else None
 
     def unit(self, scales: Mapping[str, Tensor], recipe: NVFP4BlockScaling) -> Tensor:
         """The product of both scales; where that of the block is 0 or the least, its largest element says little.
@@ -184,7 +240,34 @@ class _NVFP4(Format):
         own, new = ((one * enc).clamp(max=LARGEST_SCALE).to(torch.float8_e4m3fn).float() for one in (before, after))
         return (quantizer["scale"].float() <= LEAST_SCALE).unsqueeze(-1) & (own != new)
 
-    def by_hand(self, recipe: NVFP4BlockScaling) -> ByHand:
+    def turned(
+        self, parts: Mapping[str, Tensor], recipe: NVFP4BlockScaling, multiple: int
+    ) -> tuple[dict[str, Tensor], Tensor] | None:
+        """Of square blocks: the same elements and scales; the global scales are factors of the rows, now columns.
+
+        Rows of a block that shards have cut, and written each by itself, may have different scales. The largest of them
+        serves the whole block then, and elements under the others are rounded once more.
+        """
+        if recipe.blocks != "square":
+            return None
+        rest, factors = self.without_factors(parts, recipe)
+        values = transposing.turned(kernels.decode(rest, recipe, torch.bfloat16), multiple)  # [K, N padded], exact
+        scale = scatter_blocks(parts["scale"].to(torch.float32), BLOCK)[::BLOCK]  # [N // 16, K // 16]
+        turned = scale.t().repeat_interleave(BLOCK, dim=0)  # [K, N // 16]
+        short = values.shape[1] // BLOCK - turned.shape[1]
+        quantizer = {
+            "scale": torch.nn.functional.pad(turned, (0, short)).to(torch.float8_e4m3fn),
+            "global_scale": rest["global_scale"],
+        }
+        return kernels.encode_under(values, recipe.of_rows, quantizer), factors.reshape(1, -1)
+
+    def column_factors(self, parts: Mapping[str, Tensor], recipe: NVFP4BlockScaling) -> Tensor | None:
+        """The global scales, of square blocks."""
+        return parts["global_scale"].reshape(1, -1) if recipe.blocks == "square" else None
+
+    def by_hand(self, recipe: NVFP4BlockScaling) -> ByHand | None:
+        if recipe.scale_choice is not None:
+            return None  # they know one scale for an amax
         return ByHand("nvfp4", {"square": recipe.blocks == "square"}, wide=True)
 
     def decode(self, parts: Mapping[str, Tensor], recipe: NVFP4BlockScaling) -> Tensor:
@@ -198,8 +281,36 @@ def _under_global_scale(
 ) -> dict[str, Tensor]:
     """The quantizer of x under a global scale = 1 / `enc` (fp32, [] or one a row)."""
     own = block_amax(x, BLOCK, square=recipe.blocks == "square") if blocks is None else blocks.amax
-    scale = (own * (enc * SIXTH)).clamp(max=LARGEST_SCALE)
-    return {"scale": scale.to(torch.float8_e4m3fn), "global_scale": global_scale, **marks(blocks)}
+    six = own * (enc * SIXTH)
+    scale = six.clamp(max=LARGEST_SCALE).to(torch.float8_e4m3fn)
+    if recipe.scale_choice is not None:
+        scale = _of_less_error(x, scale, (six * 1.5).clamp(max=LARGEST_SCALE).to(torch.float8_e4m3fn), global_scale)
+    return {"scale": scale, "global_scale": global_scale, **marks(blocks)}
+
+
+def _of_less_error(x: Tensor, six: Tensor, four: Tensor, global_scale: Tensor) -> Tensor:
+    """The scales [.., K // 16], each of `four` where it changes its block less than that of `six` does."""
+    blocks = tile(x, BLOCK)  # [.., K // 16, 16]
+    errors = [_squared_error(blocks, scale.to(torch.float32) * global_scale) for scale in (six, four)]
+    chosen = torch.where(errors[1] < errors[0], four.to(torch.float32), six.to(torch.float32))
+    return chosen.to(torch.float8_e4m3fn)
+
+
+def _squared_error(blocks: Tensor, dec: Tensor) -> Tensor:
+    """fp64 [.., K // 16]: what rounding under a scale of the value `dec` changes, squared and summed over each block.
+
+    A choice decides bytes, so it must not depend on who computes it. Products of an element and a scale, and of a
+    rounded difference with itself, are exact in fp64, so it is the same whether they are contracted with what follows;
+    sums are taken in halves.
+    """
+    scaled = blocks * quotient(1.0, dec).clamp(max=FLT_MAX).unsqueeze(-1)
+    changed = e2m1.rounded(scaled).double() * dec.double().unsqueeze(-1) - blocks.double()
+    changed = changed.to(torch.float32).double()
+    found = changed * changed
+    while found.shape[-1] > 1:
+        half = found.shape[-1] // 2
+        found = found[..., :half] + found[..., half:]
+    return found.squeeze(-1)
 
 
 def _least_exponent(amax: Tensor) -> Tensor:

@@ -136,12 +136,17 @@ def block_facts(x: Tensor, recipe: Recipe) -> BlockFacts:
     return BlockFacts(amax.reshape(shape), broken.reshape(shape))
 
 
-def encode_rows(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
-    """Quantize every row of x by itself: a tensor-wide scale becomes one scale a row, [.., 1]."""
+def encode_rows(x: Tensor, recipe: Recipe, *, drawn: bool = False) -> dict[str, Tensor]:
+    """Quantize every row of x by itself: a tensor-wide scale becomes one scale a row, [.., 1].
+
+    `drawn`: round stochastically, see `formats.encode_drawn`.
+    """
     x = resolve(x)
     if _runs_as_defined(x) or x.is_meta:
         values = x.to(torch.float32)
-        return formats.encode(values, recipe, row_amax(values))
+        return formats.encode_drawn(values, recipe) if drawn else formats.encode(values, recipe, row_amax(values))
+    if drawn:
+        return _over_rows(_drawing_kernel(recipe.stored, x.dtype), recipe, x)
     return encode(x, recipe, row_amaxes(x, recipe) if tensor_wide(recipe) else None)
 
 
@@ -281,6 +286,16 @@ def _encode_under_kernel(recipe: Recipe, dtype: torch.dtype, names: tuple[str, .
         return fmt.encode_with(join_tiles(x, block).to(torch.float32), recipe, quantizer, enc), enc
 
     return Kernel(encode, f"encode_{_name(recipe, dtype)}_under_{'_'.join(names)}")
+
+
+@functools.cache
+def _drawing_kernel(recipe: Recipe, dtype: torch.dtype) -> Kernel:
+    block = block_multiple(recipe)
+
+    def encode(x: Tensor) -> tuple[dict[str, Tensor], None]:
+        return formats.encode_drawn(join_tiles(x, block).to(torch.float32), recipe), None
+
+    return Kernel(encode, f"draw_rows_{_name(recipe, dtype)}")
 
 
 @functools.cache

@@ -6,4 +6,5 @@ in_bf16.py         in bf16, where the hardware has no product; emulation.py: tel
 matmul.py          products that come as mm, addmm or bmm
 late_decode.py     decodes that compiled graphs cannot keep; decode_once.py: one that is kept, by choice
 input_rotation.py  inputs that are rotated at run time
+backward_operands.py  what the products of backward are made of: rotated and drawn, if a recipe asks
 """

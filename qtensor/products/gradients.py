@@ -14,13 +14,15 @@ needs them, and die with it. What they are made from:
                 MXFP8: the decoded weight, quantized anew in 1x32 blocks along N. No value of square blocks changes, for
                 each new scale is a power of two that is no larger than the old one. Of row blocks, small values beside
                 large ones of their column lose digits, a second time
+                NVFP4: of square blocks the elements and scales of forward, transposed; global scales become factors, as
+                those of Float8. Row blocks are quantized anew along N, in 1x16 blocks
 
 Scales of MXFP8 are rounded up here whatever the recipe says, as "floor" would clamp finite gradients.
 
 These are the sources that TransformerEngine takes, but for two: its MXFP8 quantizes the weight along N from a
 high-precision copy, which is not kept here, and its Float8 has one scale a tensor, where dw is made of the bytes of
-forward. Dims that are no multiple of what blocks and kernels need (32 for MXFP8, 16 for Float8) are padded with zeros,
-which are in no amax and add nothing.
+forward. Dims that are no multiple of what blocks and kernels need (32 for MXFP8 and NVFP4, 16 for Float8) are padded
+with zeros, which are in no amax and add nothing. NVFP4 rotates and draws operands: backward_operands.py.
 
 A value that is not finite makes its element or block NaN, and so every sum that takes it: a loss scaler sees it. No
 amax is taken over tokens of other ranks, so no collective is needed; dw depends on which tokens a rank has.
@@ -47,10 +49,11 @@ from torch import Tensor
 from fsdp_hooks.torch_private import constant_in_graphs, is_tracing
 from qtensor.numerics import kernels, transposing
 from qtensor.products import in_bf16
+from qtensor.products.backward_operands import encode_columns, encode_rows
 from qtensor.products.dynamic import Parts, quantize_rows, scaled_mm_support
 from qtensor.products.emulation import tell_of_emulation, without_autocast
 from qtensor.spec.recipes import Recipe
-from qtensor.spec.registry import column_multiple, format_of, registered, specs_of
+from qtensor.spec.registry import column_multiple, format_of, logical_shape, registered, specs_of
 from qtensor.tensor.contents import parts_per_row
 
 if TYPE_CHECKING:
@@ -64,11 +67,15 @@ class Kinds(NamedTuple):
         gradient: the recipe of rows for gradients.
         other: that of rows for inputs and weights.
         weight: the weight's own, without how to compute.
+        rotated: whether both operands of dw are rotated along tokens.
+        drawn: whether gradients are rounded stochastically.
     """
 
     gradient: Recipe
     other: Recipe
     weight: Recipe
+    rotated: bool
+    drawn: bool
 
 
 class SeenWeight(NamedTuple):
@@ -109,7 +116,8 @@ def gradients(
         if other is not None and rows is not None:
             dx = other.multiply(rows, kinds, grad)
         if x is not None and columns is not None:
-            dw = _multiply(columns, transposing.encode_columns(x, kinds.other, multiple), kinds, grad)
+            inputs = encode_columns(x, kinds.other, multiple, rotated=kinds.rotated, drawn=False)
+            dw = _multiply(columns, inputs, kinds, grad)
     return dx, dw
 
 
@@ -117,11 +125,15 @@ def _operands(
     grad: Tensor, other: "_Turned | _TurnedLate | None", kinds: Kinds, multiple: int, *, wants_columns: bool
 ) -> tuple[Parts | None, Parts | None]:
     """Return what is made of the gradient: rows for the product with the other operand, columns for that with x."""
-    if other is None:
-        return None, transposing.encode_columns(grad, kinds.gradient, multiple)
-    if wants_columns:
+    alike = not kinds.rotated and not kinds.drawn
+    if other is not None and wants_columns and alike:
         return transposing.encode_both(grad, other.factors, kinds.gradient, multiple)
-    return transposing.encode_scaled(grad, other.factors, kinds.gradient, multiple), None
+    rows = columns = None
+    if other is not None:
+        rows = encode_rows(grad, other.factors, kinds.gradient, multiple, drawn=kinds.drawn)
+    if other is None or wants_columns:
+        columns = encode_columns(grad, kinds.gradient, multiple, rotated=kinds.rotated, drawn=kinds.drawn)
+    return rows, columns
 
 
 class _Turned(NamedTuple):
@@ -152,7 +164,9 @@ def _other_operand(weight: "QuantizedTensor", kinds: Kinds) -> "_Turned | _Turne
 @functools.cache
 def kinds_of(recipe: Recipe) -> Kinds:
     """Return what the operands are quantized to under a recipe with `gradients`."""
-    return Kinds(recipe.of_gradients, recipe.of_backward, recipe.stored)
+    return Kinds(
+        recipe.of_gradients, recipe.of_backward, recipe.stored, recipe.rotates_tokens, recipe.draws_gradients
+    )
 
 
 def turn_weight(parts: Parts, kinds: Kinds, seen: SeenWeight) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -162,10 +176,9 @@ def turn_weight(parts: Parts, kinds: Kinds, seen: SeenWeight) -> tuple[dict[str,
     decoded values, whatever the format.
     """
     multiple = contraction_multiple(kinds.other)
-    exact = None if seen.view else format_of(kinds.weight).turned(parts, kinds.weight)
+    exact = None if seen.view else format_of(kinds.weight).turned(parts, kinds.weight, multiple)
     if exact is not None:
-        made, factors = exact
-        return {**made, "payload": transposing.turned(made["payload"].t(), multiple)}, factors
+        return exact
     # blocks of forward run along K, and dx sums along N: they are quantized anew
     values = kernels.decode(parts, kinds.weight, torch.float32)
     values = values.view(seen.shape[::-1] if seen.transposed else seen.shape)
@@ -182,7 +195,7 @@ def contraction_multiple(recipe: Recipe) -> int:
 
 def _multiply(a: Parts, b: Parts, kinds: Kinds, like: Tensor) -> Tensor:
     """Multiply gradients a [M, C] and what b [L, C] holds of the other operand: [M, L] in the dtype of `like`."""
-    supported, reason = _support(b["payload"].shape, kinds, like)
+    supported, reason = _support(logical_shape(b["payload"], kinds.other), kinds, like)
     route = registered(kinds.other).route
     if supported and route is not None:
         return route.multiply(a, b, like.dtype, kinds.other)

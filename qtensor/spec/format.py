@@ -94,6 +94,9 @@ class Format(abc.ABC):
         encode(x, recipe, amax) == encode_with(x, recipe, quantizer(x, recipe, amax))                 bit for bit
         decode(encode_with(x, recipe, q)) == snap(x * enc, recipe) * dec, enc, dec = grid(recipe, q)  the same, finite x
 
+    Of formats with `draws`, a quantizer may also hold `keys`, int32 [.., N, 1], one a row: elements are then rounded
+    stochastically by the bits that these give (codecs/hashing.py), and not to the nearest.
+
     A format of your own defines the six methods that have no default. The others are for formats that can do more; each
     says who asks, and the default is the answer of a format that cannot.
 
@@ -102,6 +105,7 @@ class Format(abc.ABC):
         judges: it has `asked`.
         exact_in_bf16: bf16 holds the decoded values of the parts that `without_factors` returns, see
             qtensor/products/in_bf16.py.
+        draws: a quantizer with `keys` rounds stochastically.
         marks_rows: the scale of a row tells that the row holds an element that is not finite. The amax of such a row is
             infinite, so that all pieces of a row that is cut along K get that scale.
     """
@@ -109,6 +113,7 @@ class Format(abc.ABC):
     converts: ClassVar[bool] = False
     judges: ClassVar[bool] = False
     exact_in_bf16: ClassVar[bool] = False
+    draws: ClassVar[bool] = False
     marks_rows: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -197,11 +202,14 @@ class Format(abc.ABC):
         """
         return None
 
-    def turned(self, parts: Mapping[str, Tensor], recipe: Any) -> tuple[dict[str, Tensor], Tensor] | None:
-        """(parts of the transposed elements [K, N], factors of its columns [1, N]), or None.
+    def turned(
+        self, parts: Mapping[str, Tensor], recipe: Any, multiple: int
+    ) -> tuple[dict[str, Tensor], Tensor] | None:
+        """(parts of the transposed elements [K, N], with zeros behind N up to a multiple; factors of columns), or None.
 
-        Asked by the products of backward. Formats have it whose scales belong to whole rows, and whose recipes take
-        `gradients`; for the others the values are quantized anew along N.
+        The factors are fp32 [1, N] or [1, 1]. Asked by the products of backward. Formats have it whose recipes take
+        `gradients`, and whose transposed elements are elements of `of_backward`: under scales of whole rows, which
+        become the factors, or of square blocks. For the others the values are quantized anew along N.
         """
         return None
 

@@ -13,6 +13,7 @@ import dataclasses
 from typing import Any, ClassVar, Self
 
 NOT_STORED = {"stored": False}  # metadata of a field that says nothing about bytes
+IF_SET = {"if_set": True}  # of one that came later: where it has its default, records and reprs are what they were
 
 
 def check_choice(recipe: object, field: str, choices: tuple[Any, ...]) -> None:
@@ -32,7 +33,8 @@ class Recipe:
             "dynamic": each row (token) is quantized on the fly in the weight's format (qtensor/products/dynamic.py).
         gradients: what the products of backward are made of. None: dense values. An element ("e4m3" or "e5m2", where
             the format has it): the gradient of the output is quantized to that element, and weight and input to those
-            of forward (see qtensor/products/gradients.py); needs activations="dynamic".
+            of forward (see qtensor/products/gradients.py); needs activations="dynamic". NVFP4 names what it is
+            trained with in place of an element.
         accumulation: how the hardware adds up in forward. None: in fp32 (`use_fast_accum=False` of torch's scaled_mm).
             "fast", for Float8 with scales of rows or tensors: in the tensor cores' own registers, which keep fewer bits
             of a sum, for more speed on compute capability 9.0; other devices add up as before. Backward always takes
@@ -86,7 +88,7 @@ class Recipe:
 
     def __repr__(self) -> str:
         """Like a dataclass's repr, but what says how to compute comes last, and only where it is set."""
-        described = [f"{name}={getattr(self, name)!r}" for name in _stored_names(type(self))]
+        described = [f"{name}={value!r}" for name, value in _recorded(self).items()]
         computed = {name: getattr(self, name) for name in COMPUTED}
         described += [f"{name}={value!r}" for name, value in computed.items() if value is not None]
         return f"{type(self).__name__}({', '.join(described)})"
@@ -116,9 +118,19 @@ class Recipe:
         """The recipe for gradients of outputs: `of_backward` with the element that `gradients` names."""
         return dataclasses.replace(self.of_backward, element=self.gradients)  # type: ignore[call-arg]
 
+    @property
+    def rotates_tokens(self) -> bool:
+        """Whether both operands of the weight's gradient are rotated along tokens (products/backward_operands.py)."""
+        return False
+
+    @property
+    def draws_gradients(self) -> bool:
+        """Whether gradients of outputs are rounded stochastically, in both products of backward."""
+        return False
+
     def to_json(self) -> dict[str, Any]:
         """The fields that describe bytes plus the type's name, as stored in a checkpoint's manifest."""
-        return {"type": type(self).__name__, **{name: getattr(self, name) for name in _stored_names(type(self))}}
+        return {"type": type(self).__name__, **_recorded(self)}
 
     @staticmethod
     def from_json(record: dict[str, Any]) -> "Recipe":
@@ -131,13 +143,20 @@ class Recipe:
         if kind is None:
             known = ", ".join(sorted(Recipe.registry))
             raise ValueError(f"unknown recipe type {record.get('type')!r}; this version knows {known}")
-        names = _stored_names(kind)
+        names = stored_names(kind)
         return kind(**{name: value for name, value in record.items() if name in names})
 
 
-def _stored_names(kind: type[Recipe]) -> tuple[str, ...]:
+def stored_names(kind: type[Recipe]) -> tuple[str, ...]:
     """Names of the fields that describe bytes, in the order of their definition."""
     return tuple(field.name for field in dataclasses.fields(kind) if field.metadata.get("stored", True))
+
+
+def _recorded(recipe: Recipe) -> dict[str, Any]:
+    """The fields that describe bytes by their names, without those that are recorded only if set, and are not."""
+    later = {field.name: field.default for field in dataclasses.fields(recipe) if field.metadata.get("if_set")}
+    found = {name: getattr(recipe, name) for name in stored_names(type(recipe))}
+    return {name: value for name, value in found.items() if name not in later or value != later[name]}
 
 
 COMPUTED = tuple(field.name for field in dataclasses.fields(Recipe))  # names of the fields that say how to compute

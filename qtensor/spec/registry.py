@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qtensor.spec.blocks import BlockFacts, block_amax, finite, finite_amax, row_amax
+from qtensor.spec.codecs.hashing import keys_of_content
 from qtensor.spec.format import Format, PartSpec, Route
 from qtensor.spec.recipes import Recipe
 
@@ -106,6 +107,16 @@ def encode(x: Tensor, recipe: Recipe, amax: Tensor | None, blocks: BlockFacts | 
     """
     numerics = format_of(recipe)
     return numerics.encode_with(x, recipe, numerics.quantizer(x, recipe, amax, blocks))
+
+
+def encode_drawn(x: Tensor, recipe: Recipe) -> dict[str, Tensor]:
+    """Parts of x (fp32 [.., K]), every row by itself, rounded stochastically by bits that are made of the row itself.
+
+    The recipe is one of rows, of a format that `draws`.
+    """
+    numerics = format_of(recipe)
+    quantizer = {**numerics.quantizer(x, recipe, row_amax(x)), "keys": keys_of_content(x)}
+    return numerics.encode_with(x, recipe, quantizer)
 
 
 def adopt(x: Tensor, recipe: Recipe, scale: Tensor, blocks: BlockFacts | None = None) -> dict[str, Tensor]:

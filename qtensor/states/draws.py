@@ -3,8 +3,7 @@
     row key   [rows, 1]    = mix(mix(row ^ key[0]) + key[1])              row: of the whole tensor, seen as [rows, K]
     bits      [rows, K]    = mix(row key ^ column * GOLDEN)
 
-`mix` is the 32-bit hash "lowbias32" (Chris Wellons, hash-prospector; public domain). Its arithmetic is modulo 2^32 in
-int32. Bits are good enough to round with; they are no random numbers for statistics or secrets.
+`mix` and `bits` are those of qtensor/spec/codecs/hashing.py.
 """
 
 import hashlib
@@ -14,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-GOLDEN = -1640531527  # 0x9E3779B9, odd: columns differ in all bits
-_FIRST, _SECOND = 0x7FEB352D, -2073254261  # 0x7feb352d, 0x846ca68b as int32
-FACTORS = (_FIRST, _SECOND)
+from qtensor.spec.codecs.hashing import FACTORS, GOLDEN, bits, mix
+
+__all__ = ["FACTORS", "GOLDEN", "HALF", "Positions", "bits", "key_of", "mix", "row_keys"]
+
 HALF = -(2**31)  # bits that round to the nearest
 _ROWS = 2**31  # rows that one word counts
 
@@ -48,13 +48,6 @@ def key_of(seed: int, *stream: int | str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
 
 
-def mix(x: Tensor) -> Tensor:
-    """Return the hash of each int32."""
-    x = (x ^ _shifted(x, 16)) * _FIRST
-    x = (x ^ _shifted(x, 15)) * _SECOND
-    return x ^ _shifted(x, 16)
-
-
 def row_keys(key: Sequence[int] | Sequence[Tensor], rows: Tensor) -> Tensor:
     """Return int32 [rows, 1]: the key of each row, given its number in the whole tensor (int64 [rows]).
 
@@ -62,13 +55,3 @@ def row_keys(key: Sequence[int] | Sequence[Tensor], rows: Tensor) -> Tensor:
     """
     low, high = (rows % _ROWS).to(torch.int32), (rows // _ROWS).to(torch.int32)
     return mix(mix(low ^ key[0]) + (high ^ key[1])).unsqueeze(-1)
-
-
-def bits(keys: Tensor, columns: Tensor) -> Tensor:
-    """Return int32: random bits of elements, given the keys of their rows and their columns (int32, broadcast)."""
-    return mix(keys ^ (columns * GOLDEN))
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """Return x >> by, with zeros from the left."""
-    return (x >> by) & (0x7FFFFFFF >> (by - 1))

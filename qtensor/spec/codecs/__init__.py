@@ -10,6 +10,7 @@ bf16.py      bf16 numbers as scales of blocks
 nibbles.py   codes of four bits, two in a byte
 
 rounding.py  how an element is rounded: to nearest, or stochastically
+hashing.py   random bits that are a hash of where an element is, or of the row it stands in
 
 What elements have in common:
 

@@ -12,10 +12,14 @@ GRAIN = (16, 0)  # of qtensor.spec.format.Grain: 15 bits behind those of the ele
 EPS, SMALLEST_NORMAL = 0.5, 1.0  # one mantissa bit, and 0.5 as the only subnormal
 
 
-def encode(scaled: Tensor, whole: Tensor) -> Tensor:
-    """`scaled` (values over their scale, [.., 8 n]) as a payload [.., 4 n]; 0 where they are not `whole`."""
+def encode(scaled: Tensor, whole: Tensor, drawn: Tensor | None = None) -> Tensor:
+    """`scaled` (values over their scale, [.., 8 n]) as a payload [.., 4 n]; 0 where they are not `whole`.
+
+    `drawn`, int32, are random bits for each: they decide between its two neighbours, see `_neighbour`.
+    """
     bounded = torch.where(whole, scaled.clamp(-LARGEST, LARGEST), 0.0)
-    return packed(_nearest_code(onto_grid(bounded, EPS, SMALLEST_NORMAL)))
+    onto = onto_grid(bounded, EPS, SMALLEST_NORMAL) if drawn is None else _neighbour(bounded, drawn)
+    return packed(_nearest_code(onto))
 
 
 def decode(payload: Tensor) -> Tensor:
@@ -26,6 +30,28 @@ def decode(payload: Tensor) -> Tensor:
 def snapped(scaled: Tensor) -> Tensor:
     """`scaled` rounded to E2M1, saturating, but still fp32."""
     return nearest(scaled, LARGEST, EPS, SMALLEST_NORMAL)
+
+
+def rounded(scaled: Tensor) -> Tensor:
+    """The same by the codes: in compiled code, too, no product is contracted with what rounds it."""
+    return _value(_nearest_code(scaled.clamp(-LARGEST, LARGEST)))
+
+
+def _neighbour(bounded: Tensor, drawn: Tensor) -> Tensor:
+    """Each number of at most 6 in magnitude as one of its two neighbours in E2M1, signs kept; the mean is the number.
+
+    The upper one where 24 of the random bits, as a fraction of 2^24, are below the distance from the lower one in
+    steps. They are taken as an odd number: the mean is exact up to 2^-24 of a step, and nothing is rounded up to a step
+    whose distance is less than that.
+    """
+    magnitude = bounded.abs()
+    # powers of two: quotients and products are exact
+    step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
+    steps = magnitude * torch.where(magnitude < 2.0, 2.0, torch.where(magnitude < 4.0, 1.0, 0.5))
+    lower = steps.floor()
+    chance = (((drawn >> 8) & 0xFFFFFF) | 1).to(torch.float32) * 2.0**-24
+    up = (chance < steps - lower).to(torch.float32)
+    return torch.copysign((lower + up) * step, bounded)
 
 
 def _nearest_code(scaled: Tensor) -> Tensor:

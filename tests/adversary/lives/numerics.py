@@ -148,16 +148,32 @@ def _mx(x: Array, facts: Facts) -> Parts:
 
 def _nvfp4(x: Array, facts: Facts) -> Parts:
     finite = np.where(np.isfinite(x), np.abs(x), FP32(0))
+    choice = facts.recipe.scale_choice == "4over6"
     whole = FP32(finite.max(initial=0))
-    enc = FP32(1) if whole == 0 else min(FP32(2688) / whole, FLT_MAX)
+    enc = FP32(1) if whole == 0 else min(FP32(1536 if choice else 2688) / whole, FLT_MAX)
     wide = FP32(1) / enc
     amax = _over_blocks(finite, facts)
     block = np.minimum(amax * (enc * (FP32(1) / FP32(6))), FLT_MAX)
     scale = np.clip(block, FP32(0), FP32(448)).astype(FP8)
+    if choice:
+        four = np.clip(block * FP32(1.5), FP32(0), FP32(448)).astype(FP8)
+        less = _changed(x, four, wide, facts) < _changed(x, scale, wide, facts)
+        scale = np.where(less, four, scale)
     factor = np.minimum(FP32(1) / (scale.astype(FP32) * wide), FLT_MAX)
     payload = _e2m1(x * _spread(factor, facts.block, x.shape[-1]), x)
     scale.view(np.uint8)[_broken(x, facts)] = 0x7F
     return {"payload": payload, "scale": scale, "global_scale": np.asarray(wide, FP32)}
+
+
+def _changed(x: Array, scale: Array, wide: Array, facts: Facts) -> Array:
+    """The sum of squares of what rounding under block scales changes in each block; sums are taken in halves."""
+    dec = scale.astype(FP32) * wide
+    factor = _spread(np.minimum(FP32(1) / dec, FLT_MAX), facts.block, x.shape[-1])
+    off = E2M1.nearest(x * factor) * _spread(dec.astype(np.float64), facts.block, x.shape[-1]) - x.astype(np.float64)
+    squares = np.square(off.astype(FP32).astype(np.float64)).reshape(*scale.shape, facts.block)
+    while squares.shape[-1] > 1:
+        squares = squares[..., : squares.shape[-1] // 2] + squares[..., squares.shape[-1] // 2 :]
+    return squares[..., 0]
 
 
 def _int4(x: Array, facts: Facts) -> Parts:
