@@ -140,6 +140,11 @@ class Facts:
         """Whether the bytes depend on earlier writes; it is otherwise a recipe like any other."""
         return "amax_history" in self.parts
 
+    @property
+    def remainders(self) -> bool:
+        """Whether masters beside it can be remainders: its scales are decided by amaxes alone, those of the values."""
+        return not self.history and getattr(self.recipe, "scale_choice", None) is None
+
     def stored_bytes(self, rows: int, columns: int) -> int:
         """Of a whole tensor: its elements and scales, 4 for a global scale, 4 a step of history."""
         wide = self.tensor_wide == "scale"

@@ -38,7 +38,6 @@ ENTRIES = {
     "mxfp8": {"payload": (F8, (96, 64)), "scale": (U8, (96, 2))},
     "nvfp4": {"payload": (U8, (96, 32)), "scale": (F8, (96, 4)), "global_scale": (F32, ())},
     "nvfp4_square": {"payload": (U8, (96, 32)), "scale": (F8, (96, 4)), "global_scale": (F32, ())},
-    "nvfp4_4over6": {"payload": (U8, (96, 32)), "scale": (F8, (96, 4)), "global_scale": (F32, ())},
     "mxfp8_square": {"payload": (F8, (96, 64)), "scale": (U8, (96, 2))},
     "mxfp4": {"payload": (U8, (96, 32)), "scale": (U8, (96, 2))},
     "int4_32": {"payload": (U8, (96, 32)), "scale": (torch.bfloat16, (96, 2))},

@@ -23,7 +23,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "half": {"moments": "bfloat16"},
     "nearest": {"moments": "fp32", "rounding": "nearest"},
 }
-EXPERTS = recipes(lambda each: not each.history)
+EXPERTS = recipes(lambda each: each.remainders)
 
 
 def bf16(*shape: int) -> Tensor:

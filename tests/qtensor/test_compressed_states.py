@@ -50,7 +50,7 @@ class Lion(torch.optim.Optimizer):
 
 
 MXFP8 = MXFP8BlockScaling()
-RECIPES = recipes(lambda each: not each.history)
+RECIPES = recipes(lambda each: each.remainders)
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "sgd": (torch.optim.SGD, {"lr": 0.1}),

@@ -114,15 +114,30 @@ def reference_mxfp8(x: np.ndarray, recipe: MXFP8BlockScaling) -> dict[str, np.nd
 
 def reference_nvfp4(x: np.ndarray, recipe: NVFP4BlockScaling) -> dict[str, np.ndarray]:
     amax = np.abs(x).max()
-    s = F32(1) if amax == 0 else np.minimum(F32(2688) / amax, FLT_MAX)
+    s = F32(1) if amax == 0 else np.minimum(F32(1536 if recipe.scale_choice else 2688) / amax, FLT_MAX)
     global_scale = F32(1) / s
     block = blockwise_amax(x, 16 if recipe.blocks == "square" else 1, 16)
-    scale = np.clip(np.minimum(block * (s * (F32(1) / F32(6))), FLT_MAX), F32(0), F32(448)).astype(
-        ml_dtypes.float8_e4m3fn
-    )
+    six = np.minimum(block * (s * (F32(1) / F32(6))), FLT_MAX)
+    scale = np.clip(six, F32(0), F32(448)).astype(ml_dtypes.float8_e4m3fn)
+    if recipe.scale_choice:
+        four = np.clip(six * F32(1.5), F32(0), F32(448)).astype(ml_dtypes.float8_e4m3fn)
+        better = squared_error(x, four, global_scale) < squared_error(x, scale, global_scale)
+        scale = np.where(better, four, scale)
     enc = np.minimum(F32(1) / (scale.astype(F32) * global_scale), FLT_MAX)
     codes = np.clip(x * np.repeat(enc, 16, axis=-1), F32(-6), F32(6)).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     return {"payload": codes[:, 0::2] | (codes[:, 1::2] << 4), "scale": scale, "global_scale": np.asarray(global_scale)}
+
+
+def squared_error(x: np.ndarray, scale: np.ndarray, global_scale: np.ndarray) -> np.ndarray:
+    """[rows, blocks]: of rounding under block scales, by pairs of sums; differences are rounded to fp32 once."""
+    dec = np.repeat(scale.astype(F32) * global_scale, 16, axis=-1)
+    scaled = np.clip(x * np.minimum(F32(1) / dec, FLT_MAX), F32(-6), F32(6))
+    elements = scaled.astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    off = (elements * dec.astype(np.float64) - x.astype(np.float64)).astype(F32).astype(np.float64)
+    squares = (off * off).reshape(len(x), -1, 16)
+    for half in (8, 4, 2, 1):
+        squares = squares[..., :half] + squares[..., half:]
+    return squares[..., 0]
 
 
 def nibbles(codes: np.ndarray) -> np.ndarray:

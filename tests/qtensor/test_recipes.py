@@ -38,7 +38,8 @@ def dynamic(recipe: Any) -> Any:
 
 
 def low_precision(recipe: Any) -> Any:
-    return dataclasses.replace(recipe, activations="dynamic", gradients="e4m3")
+    name = "e4m3" if "e4m3" in recipe.gradient_elements else "nvfp4"
+    return dataclasses.replace(recipe, activations="dynamic", gradients=name)
 
 
 def unlikely(recipe: Any) -> QuantizedTensor:
@@ -93,10 +94,15 @@ def test_activations_are_part_of_the_value(recipe: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "elements"),
-    [(Float8CurrentScaling, "'e4m3', 'e5m2'"), (Float8DelayedScaling, "'e4m3', 'e5m2'"), (MXFP8BlockScaling, "'e4m3'")],
+    [
+        (Float8CurrentScaling, "'e4m3', 'e5m2'"),
+        (Float8DelayedScaling, "'e4m3', 'e5m2'"),
+        (MXFP8BlockScaling, "'e4m3'"),
+        (NVFP4BlockScaling, "'nvfp4', 'nvfp4-nearest', 'nvfp4-unrotated'"),
+    ],
 )
 def test_gradients_are_none_or_an_element(kind: Any, elements: str) -> None:
-    for value in ("dynamic", "", True, "e2m1", *(["e5m2"] if kind is MXFP8BlockScaling else [])):
+    for value in ("dynamic", "", True, "e2m1", *(["e5m2"] if kind in (MXFP8BlockScaling, NVFP4BlockScaling) else [])):
         with pytest.raises(ValueError, match="gradients") as caught:
             kind(activations="dynamic", gradients=value)
         assert str(caught.value) == f"{kind.__name__}: gradients={value!r} is not one of None, {elements}"
@@ -113,7 +119,7 @@ def test_gradients_need_quantized_inputs() -> None:
         dataclasses.replace(low_precision(MXFP8BlockScaling()), activations=None)
 
 
-@pytest.mark.parametrize("kind", [NVFP4BlockScaling, MXFP4BlockScaling, Int4GroupScaling, Float8BlockScaling])
+@pytest.mark.parametrize("kind", [MXFP4BlockScaling, Int4GroupScaling, Float8BlockScaling])
 def test_formats_without_a_quantized_backward_refuse_it(kind: Any) -> None:
     with pytest.raises(ValueError, match="not offered") as caught:
         kind(activations="dynamic", gradients="e4m3")
@@ -131,11 +137,34 @@ def test_gradients_are_part_of_the_value(recipe: Any) -> None:
     other = low_precision(recipe)
     assert len({other, dynamic(recipe), recipe}) == 3
     assert len({repr(each) for each in (other, dynamic(recipe), recipe)}) == 3
-    assert repr(other).endswith("activations='dynamic', gradients='e4m3')")
+    assert repr(other).endswith(f"activations='dynamic', gradients={other.gradients!r})")
     assert pickle.loads(pickle.dumps(other)) == other
     assert copy.deepcopy(other) is other
     assert other.stored == recipe
     assert eval(repr(other), vars(qtensor)) == other
+
+
+def test_a_choice_of_scales_is_recorded_only_where_there_is_one() -> None:
+    """Recipes without one are told, and stored, as they were before there was a choice."""
+    plain, chosen = NVFP4BlockScaling(), NVFP4BlockScaling(scale_choice="4over6")
+    assert plain.to_json() == {"type": "NVFP4BlockScaling", "blocks": "row"}
+    assert chosen.to_json() == {"type": "NVFP4BlockScaling", "blocks": "row", "scale_choice": "4over6"}
+    assert repr(chosen) == "NVFP4BlockScaling(blocks='row', scale_choice='4over6')"
+    for recipe in (plain, chosen):
+        assert Recipe.from_json(recipe.to_json()) == recipe
+        assert eval(repr(recipe), vars(qtensor)) == recipe
+    assert len({plain, chosen, plain.stored, chosen.stored}) == 2
+
+
+def test_a_choice_of_scales_is_one_of_rows() -> None:
+    with pytest.raises(ValueError, match="scale_choice=True is not one of None, '4over6'"):
+        NVFP4BlockScaling(scale_choice=True)
+    with pytest.raises(ValueError, match="scale_choice") as caught:
+        NVFP4BlockScaling(blocks="square", scale_choice="4over6")
+    assert str(caught.value) == (
+        "NVFP4BlockScaling: scale_choice='4over6' is not offered for blocks='square', where shards that hold pieces of "
+        'a block would have to agree on its errors, too; take blocks="row", or leave scale_choice None'
+    )
 
 
 FAST = [
