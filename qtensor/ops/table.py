@@ -229,6 +229,12 @@ def check_shard_shape(q: Any, shape: tuple[int, ...]) -> None:
             "shard_placement_fn cuts K, which it cannot do with quantized weights; shard on dim 0, or stacks [E, N, K] "
             "on dim 1, too (tensor parallelism may cut K)"
         )
+    # torch takes it here, and raises in the first forward, in which the ranks that have experts would wait
+    if cut and cut[0] and not q.numel():
+        raise NotImplementedError(
+            f"sharding {describe(q.shape, q.recipe)} along its rows: FSDP2 cannot cut a stack of no matrices; share "
+            "the experts out over so many ranks that each gets one, or shard them on dim 0"
+        )
     if len(own) == 1:
         raise NotImplementedError(
             f"sharding {describe(q.shape, q.recipe)}: FSDP2 would cut its one row along K; keep it out by "

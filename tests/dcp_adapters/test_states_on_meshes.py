@@ -1,4 +1,4 @@
-"""Compressed states under HSDP, and under tensor parallelism with FSDP: saved on one mesh, trained on on another."""
+"""Compressed states under HSDP, tensor and expert parallelism with FSDP: saved on one mesh, trained on on another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner, QuantizedStager
 from dcp_adapters.stored.verifying.verify import verify
 from qtensor import MasterWeightOptimizer, QuantizedTensor, quantized_model_init
+from tests.fsdp_hooks import expert_meshes
 from tests.fsdp_hooks.cases import RECIPES, local
+from tests.fsdp_hooks.expert_meshes import ALONE, Layout
 from tests.fsdp_hooks.test_compressed_states import SMALL, train
 from tests.ranks import own_group, run_ranks
 from tests.sampling import sampled
@@ -47,7 +49,10 @@ class MLP(nn.Module):
         self.head = nn.Linear(64, 33, dtype=torch.bfloat16)
 
 
-def built(name: str | None, mesh: str) -> nn.Module:
+def built(name: str | None, mesh: str | Layout) -> nn.Module:
+    if isinstance(mesh, Layout):
+        assert name is not None
+        return expert_meshes.built(name, mesh)
     torch.manual_seed(0)
     if name is None:
         model = MLP()
@@ -66,7 +71,7 @@ def built(name: str | None, mesh: str) -> nn.Module:
     return model
 
 
-def optimizer_of(model: nn.Module, mesh: str, form: dict[str, Any]) -> MasterWeightOptimizer:
+def optimizer_of(model: nn.Module, mesh: str | Layout, form: dict[str, Any]) -> MasterWeightOptimizer:
     options = SMALL | {"lr": 0.01} | form
     return MasterWeightOptimizer(torch.optim.AdamW, model.named_parameters(), check_replicas=mesh == HSDP, **options)
 
@@ -106,7 +111,7 @@ def state_of(model: nn.Module, optimizer: Any, *, flat: bool) -> dict[str, Any]:
     return {"model": weights, "optim": states}
 
 
-def save(mesh: str, case: Case) -> tuple[Held, Held]:
+def save(mesh: str | Layout, case: Case) -> tuple[Held, Held]:
     """Returns what there is when it is saved, and when it has been trained on."""
     name, form, path, way = case
     model = built(name, mesh)
@@ -130,7 +135,7 @@ def save(mesh: str, case: Case) -> tuple[Held, Held]:
     return saved, whole(model, optimizer)
 
 
-def go_on(mesh: str, case: Case, expected: tuple[Held, Held]) -> None:
+def go_on(mesh: str | Layout, case: Case, expected: tuple[Held, Held]) -> None:
     name, form, path, way = case
     model = built(name, mesh)
     optimizer = optimizer_of(model, mesh, form)
@@ -145,11 +150,11 @@ def go_on(mesh: str, case: Case, expected: tuple[Held, Held]) -> None:
     assert_same(whole(model, optimizer), expected[1], f"{name} on {mesh}, trained on")
 
 
-def save_each(mesh: str, cases: list[Case]) -> list[tuple[Held, Held]]:
+def save_each(mesh: str | Layout, cases: list[Case]) -> list[tuple[Held, Held]]:
     return [save(mesh, case) for case in cases]
 
 
-def go_on_each(mesh: str, cases: list[Case], expected: list[tuple[Held, Held]]) -> None:
+def go_on_each(mesh: str | Layout, cases: list[Case], expected: list[tuple[Held, Held]]) -> None:
     for case, own in zip(cases, expected, strict=True):
         go_on(mesh, case, own)
 
@@ -165,11 +170,39 @@ def test_training_goes_on_bit_for_bit_on_another_mesh(pair: tuple[str, str], sha
     cases = []
     for place, name in enumerate(KINDS, start=PAIRS.index(pair)):
         cases.append(Case(name, FORMS[place % len(FORMS)], shared_tmp_path / str(name), WAYS[place % len(WAYS)]))
-    found, *others = run_ranks(RANKS[before], save_each, before, cases)
+    goes_on(before, RANKS[before], after, RANKS[after], cases)
+
+
+def goes_on(before: Any, ranks: int, after: Any, ranks_after: int, cases: list[Case]) -> None:
+    found, *others = run_ranks(ranks, save_each, before, cases)
     for other in others:
         for own, its in zip(found, other, strict=True):
             for ours, theirs in zip(own, its, strict=True):
                 assert_same(theirs, ours, "ranks of one save")
     for case in cases:
         assert verify(case.path, level="deep").findings == ()
-    run_ranks(RANKS[after], go_on_each, after, cases, found)
+    run_ranks(ranks_after, go_on_each, after, cases, found)
+
+
+# 5 experts: 3 and 2 on the two ranks of a group, 2, 2, 1 and none on four. With dim=1 each rank has half of their rows.
+ROWS, TWICE, SHARED, FLAT, HALVES = Layout(2, 2, 1), Layout(2, 2, 0), Layout(4), Layout(1, 3), Layout(1, 2, 1)
+WIDE = Layout(2, 4, 1)
+WAYS_OF_EXPERTS = [(ROWS, SHARED), (SHARED, ALONE), (ALONE, ROWS), (ROWS, FLAT), (FLAT, TWICE), (TWICE, HALVES)]
+WAYS_OF_EXPERTS += [(HALVES, SHARED), (WIDE, ROWS), (ROWS, WIDE)]
+EXPERT_FORMS: list[dict[str, Any]] = [{"masters": "fp32", "moments": "fp32"}, *FORMS]
+
+
+@sampled(
+    "pair",
+    WAYS_OF_EXPERTS,
+    [(ROWS, SHARED), (ALONE, ROWS), (TWICE, HALVES)],
+    ids=[f"{before.where} to {after.where}" for before, after in WAYS_OF_EXPERTS],
+)
+def test_experts_go_on_bit_for_bit_on_other_meshes(pair: tuple[Layout, Layout], shared_tmp_path: Path) -> None:
+    """Masters in fp32 and as remainders, moments in fp32, bf16 and float8; square blocks that shards cut."""
+    before, after = pair
+    cases = []
+    for place, name in enumerate(["nvfp4", "mxfp8_square", "float8_tensor"], start=WAYS_OF_EXPERTS.index(pair)):
+        form, way = EXPERT_FORMS[place % len(EXPERT_FORMS)], WAYS[place % len(WAYS)]
+        cases.append(Case(name, form, shared_tmp_path / name, way))
+    goes_on(before, before.ranks, after, after.ranks, cases)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ from tests.ranks import run_ranks, run_ranks_catching, run_ranks_each
 from tests.sampling import sampled
 
 EXPERTS = 3
-WAYS = ("offload", "replicas", "mixed", "high_precision", "kept")
+WAYS = ("offload", "replicas", "mixed", "high_precision", "kept", "compiled")
 
 
 def on_rows(param: nn.Parameter) -> Shard | None:
@@ -88,7 +89,8 @@ def _trains_in_a_way(name: str, way: str) -> None:
     elif way == "kept":
         _trains((name, "bmm"), reshard_after_forward=False)
     else:
-        {"replicas": _trains_replicas, "mixed": _runs_mixed, "high_precision": _trains_dense}[way](name)
+        others = {"replicas": _trains_replicas, "mixed": _runs_mixed, "high_precision": _trains_dense}
+        (others | {"compiled": _trains_compiled})[way](name)
 
 
 def _trains_replicas(name: str) -> None:
@@ -98,6 +100,20 @@ def _trains_replicas(name: str) -> None:
     shard(net, mesh=mesh)
     follow(net, reference, lambda step: _tokens(step, EXPERTS))
     assert_gathers_exactly(net, "replicas", mesh.get_group("shard"), dim=1)
+
+
+def _trains_compiled(name: str) -> None:
+    """Matrices of a gathered stack, whose rows come from all shards, in a graph."""
+    for product in ("F.linear in a loop", "bmm"):
+        net: Any = Experts(RECIPES[name], EXPERTS, product)
+        reference = copy.deepcopy(net)
+        net.compile(fullgraph=True, backend="aot_eager")
+        shard(net)
+        sync_scales(net)
+        with warnings.catch_warnings():
+            # dynamo, of the unsharded parameters of FSDP, quantized or not
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+            follow(net, reference, lambda step: _tokens(step, EXPERTS), own_gradients=True)
 
 
 def _runs_mixed(name: str) -> None:

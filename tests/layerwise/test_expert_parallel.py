@@ -231,8 +231,9 @@ def test_a_dim_that_cuts_other_weights_than_experts_too_is_one_of_tensor_paralle
     assert run_ranks(2, together) == [[(True, ()), (True, (0, 1))]] * 2
 
 
-def stored(storage: str) -> dict[str, dict[str, str]]:
-    """Experts that are quantized at rest, too."""
+def stored(kind: str) -> dict[str, dict[str, str]]:
+    """Experts that are quantized at rest, too; of the last kind, FSDP cuts their rows."""
+    storage = "quantized" if kind == "along rows" else kind
     with quantized_model_init(NVFP4, storage=storage):
         model = moe()
     model.load_state_dict(moe().state_dict())
@@ -240,13 +241,14 @@ def stored(storage: str) -> dict[str, dict[str, str]]:
         for name, param in list(layer.mlp.experts.named_parameters()):
             setattr(layer.mlp.experts, name, nn.Parameter(quantize(param.detach(), NVFP4), requires_grad=False))
     ranks = dist.is_initialized()
-    model = cut(model) if ranks else model
+    if ranks:
+        model = along_rows(model) if kind == "along rows" else cut(model)
     return outcome(model, run(model, share() if ranks else batches(), NVFP4, ALGORITHMS["GPTQ"]))
 
 
 @pytest.mark.full
 def test_stored_weights_come_to_what_one_process_comes_to() -> None:
-    storages = ("quantized", "high_precision")
+    storages = ("quantized", "high_precision", "along rows")
     for outcomes in run_ranks_each(4, storages, stored):
         for storage, found in zip(storages, outcomes, strict=True):
             assert_same(found, stored(storage), storage)
