@@ -13,7 +13,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_hooks import sync_scales
-from qtensor import Float8CurrentScaling, MasterWeightOptimizer, MXFP8BlockScaling, quantize, quantized_model_init
+from qtensor import (
+    Float8CurrentScaling,
+    MasterWeightOptimizer,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    quantize,
+    quantized_model_init,
+)
 from tests.fsdp_hooks.cases import Collectives, K, assert_same_bytes, batch, exchanged
 from tests.fsdp_hooks.test_compile import compiles_once
 from tests.fsdp_hooks.test_tensor_parallel import HIDDEN, WIDTH, mesh_2d
@@ -26,6 +33,8 @@ RECIPES = {
     "float8_tensor": Float8CurrentScaling(granularity="tensor", activations="dynamic", gradients="e5m2"),
     "mxfp8": MXFP8BlockScaling(activations="dynamic", gradients="e4m3"),
     "mxfp8_square": MXFP8BlockScaling(blocks="square", activations="dynamic", gradients="e4m3"),
+    "nvfp4_square": NVFP4BlockScaling(blocks="square", activations="dynamic", gradients="nvfp4"),
+    "nvfp4_4over6": NVFP4BlockScaling(scale_choice="4over6", activations="dynamic", gradients="nvfp4"),
 }
 
 
@@ -75,7 +84,7 @@ def _mean_of_the_ranks_own(name: str, storage: str, *, again: bool) -> None:
 @pytest.mark.parametrize("storage", ["quantized", "high_precision"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_gradient_is_the_mean_of_the_ranks_own(name: str, storage: str) -> None:
-    run_ranks(2, _mean_of_the_ranks_own, name, storage, again=name == "mxfp8")
+    run_ranks(2, _mean_of_the_ranks_own, name, storage, again=name in ("mxfp8", "nvfp4_square"))
 
 
 def _trains(name: str) -> None:
@@ -97,7 +106,7 @@ def _trains(name: str) -> None:
     assert losses[-1] < losses[0] / 2, losses
 
 
-@pytest.mark.parametrize("name", ["float8_row", "mxfp8_square"])
+@pytest.mark.parametrize("name", ["float8_row", "mxfp8_square", "nvfp4_square"])
 def test_it_trains(name: str) -> None:
     run_ranks(2, _trains, name)
 
@@ -107,7 +116,7 @@ def _compiles(name: str, *, sharded: bool) -> None:
 
 
 @pytest.mark.slow
-@sampled("name", ["float8_tensor", "mxfp8"], ["float8_tensor"])
+@sampled("name", ["float8_tensor", "mxfp8", "nvfp4_square"], ["float8_tensor", "nvfp4_square"])
 def test_blocks_compile_as_one_graph_and_once(name: str) -> None:
     run_ranks(2, _compiles, name, sharded=True)
 

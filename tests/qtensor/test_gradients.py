@@ -40,8 +40,9 @@ every = pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY.keys())
 MAIN = {name: EVERY[name] for name in ("float8_row", "float8_tensor", "float8_delayed", "mxfp8_row", "mxfp8_square")}
 MAIN["nvfp4_square"] = EVERY["nvfp4_square"]
 main = pytest.mark.parametrize("recipe", MAIN.values(), ids=MAIN.keys())
-# A compilation takes a second: in `make test` scales of rows, and of blocks in two operands.
-main_compiled = sampled("recipe", MAIN.values(), [*MAIN.values()][:2], ids=MAIN.keys())
+# A compilation takes a second: in `make test` scales of rows and of the tensor, and operands that are drawn.
+COMPILED_FIRST = [MAIN[name] for name in ("float8_row", "float8_tensor", "nvfp4_square")]
+main_compiled = sampled("recipe", MAIN.values(), COMPILED_FIRST, ids=MAIN.keys())
 SHAPES = [(96,), (0, 96), (1, 96), (7, 96), (64, 96), (3, 11, 96)]
 
 
@@ -496,7 +497,11 @@ def test_a_compiled_forward_keeps_nothing_dense_for_backward(recipe: Any) -> Non
 
 @pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("recipe", [FLOAT8["float8_row"], MXFP8["mxfp8_square"]], ids=["float8", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [FLOAT8["float8_row"], MXFP8["mxfp8_square"], NVFP4["nvfp4_square"], NVFP4["nvfp4_4over6"]],
+    ids=["float8", "mxfp8", "nvfp4", "4over6"],
+)
 def test_inductor_compiles_it(recipe: Any) -> None:
     dy, dx, dw = run(inputs(7, 96), parameter(recipe))
     module = nn.Linear(96, 64, bias=False)
@@ -509,7 +514,11 @@ def test_inductor_compiles_it(recipe: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("recipe", [FLOAT8["float8_row"], MXFP8["mxfp8_row"]], ids=["float8", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [FLOAT8["float8_row"], MXFP8["mxfp8_row"], NVFP4["nvfp4_square"]],
+    ids=["float8", "mxfp8", "nvfp4"],
+)
 def test_any_number_of_tokens_runs_in_one_graph(recipe: Any) -> None:
     """Zeros are behind them, as many as they need. (Up to 32 tokens are one block of MXFP8, and another graph.)"""
     module = nn.Linear(96, 64, bias=False)
