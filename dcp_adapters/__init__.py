@@ -30,6 +30,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dcp_adapters.load.planner import QuantizedLoadPlanner
+from dcp_adapters.plain.placed_shard import PlacedShard
 from dcp_adapters.records.entry import Entry
 from dcp_adapters.records.expand import expand
 from dcp_adapters.records.manifest import BaseLink, Manifest
@@ -93,6 +94,7 @@ __all__ = [
     "LatestVerified",
     "Manifest",
     "PatchedCopy",
+    "PlacedShard",
     "QuantizedLoadPlanner",
     "QuantizedSavePlanner",
     "QuantizedStager",

@@ -17,7 +17,7 @@ from dcp_adapters.records.checksums import CHECKSUMS
 from dcp_adapters.records.entry import Entry, owners_of
 from dcp_adapters.records.expand import Leaf, entries_of
 from dcp_adapters.records.manifest import MANIFEST, Manifest
-from dcp_adapters.records.placements import placement_problem
+from dcp_adapters.records.placements import placement_kind, placement_problem
 from dcp_adapters.records.rotations import block_of, has_weight, markers_among, say_inputs, weight_beside
 from fsdp_hooks.torch_private import without_torch_function
 
@@ -52,14 +52,14 @@ class LoadTarget:
     def of(leaves: Mapping[str, Leaf], paths: Mapping[str, Any]) -> "LoadTarget":
         """Return the records of the leaves of a flattened state dict."""
         unfit: dict[str, str] = {}
-        placed: dict[object, str | None] = {}  # mesh and placements -> what is wrong with them
+        placed: dict[object, str | None] = {}  # kind of placement -> what is wrong with it
         # each attribute of a subclass would go through __torch_function__, thousands of times
         with without_torch_function():
             entries = entries_of(leaves)
             for name, leaf in leaves.items():
                 problem, value = None, leaf.value
-                if isinstance(value, DTensor):
-                    key = id(value.device_mesh), value.placements
+                if isinstance(value, DTensor) and leaf.place is None:
+                    key = placement_kind(value)
                     if key not in placed:
                         placed[key] = placement_problem(value)
                     problem = placed[key]

@@ -82,7 +82,8 @@ class Conversion:
         """Decide what to read for a leaf of the target; None if this rank is outside of its mesh.
 
         Raises:
-            ValueError: the leaf is a view that cannot be written as a whole.
+            ValueError: the leaf is a view that cannot be written as a whole, or says itself where it lies, and has
+                several pieces, or a scale in common with ranks that it does not name.
         """
         name, value, q = source.name, leaf.value, leaf.quantized
         if q is not None:
@@ -92,7 +93,9 @@ class Conversion:
                     "all of it at once"
                 )
             target: Tensor = q
-            box = box_of(name, value, q)
+            box = box_of(name, value, q) if leaf.place is None else _described_box(leaf, name)
+        elif leaf.place is not None:
+            target, box = local_of(leaf.plain), _described_box(leaf, name)
         else:
             target, box = local_of(leaf.plain), _dense_box(leaf.plain)
         if box is None:
@@ -100,7 +103,7 @@ class Conversion:
         recipes = (source.recipe, None if q is None else q.recipe)
         blocks = [block_multiple(recipe) for recipe in recipes if recipe is not None]
         rows = 1 if q is None else row_multiple(q.recipe)
-        region = widened_box(box, value.shape, rows=rows, columns=math.lcm(*blocks))
+        region = widened_box(box, leaf.shape, rows=rows, columns=math.lcm(*blocks))
         # an amax history is not gathered, and says nothing about values
         # a rank whose piece is empty reads nothing, but takes part in what the others agree on
         specs = source.stored_specs() if all(region[1]) else {}
@@ -109,7 +112,7 @@ class Conversion:
         groups: list[dist.ProcessGroup] = []
         cutting: list[tuple[int, ...]] = []
         label = name
-        if isinstance(value, DTensor):
+        if isinstance(value, DTensor) and leaf.place is None:
             # a square block that is cut is read whole, and needs no agreement
             groups = [] if q is None else groups_of(value, lambda dim: shares_scale_along(q.recipe, dim, q.ndim))
             cutting = [tuple(dist.get_process_group_ranks(group)) for _, group in cuts_of([value])[0]]
@@ -208,6 +211,26 @@ def narrowed(tensor: Tensor, outer: Box, inner: Box) -> Tensor:
         if tensor.shape[dim] != size:
             tensor = tensor.narrow(dim, begin - start, size)
     return tensor
+
+
+def _described_box(leaf: Leaf, name: str) -> Box:
+    """Return the box of a leaf that says itself where it lies."""
+    assert leaf.place is not None
+    (offsets, sizes, _), *more = leaf.place.pieces or (((), (), ()),)
+    if more or sizes != tuple(leaf.value.shape if leaf.local is None else leaf.local.shape):
+        raise ValueError(
+            f"{name}: a conversion writes one piece, and this tensor describes {1 + len(more)} in its memory; give "
+            "each piece a tensor of its own (PlacedShard), under a name of its own, or load without a conversion"
+        )
+    q, ndim = leaf.quantized, len(sizes)
+    cut = [dim for dim in range(ndim) if sizes[dim] != leaf.place.shape[dim]]
+    if q is not None and any(shares_scale_along(q.recipe, dim, ndim) for dim in cut):
+        raise ValueError(
+            f"{name}: its pieces share a scale under {q.recipe}, which the ranks have to agree on, and a piece that is "
+            "placed by hand does not name the ranks of the others; convert the checkpoint (python -m dcp_adapters "
+            "convert) and load it as it is, or load into a DTensor"
+        )
+    return offsets, sizes
 
 
 def _dense_box(value: Tensor) -> Box | None:

@@ -14,7 +14,8 @@ last sorts the chunks of the files that are read.
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.load.read_items import PLAIN
+from dcp_adapters.plain.described import CHUNKS
 from dcp_adapters.plain.tiling import is_inside, tiling_fault
+from dcp_adapters.records.part_places import PartPiece
 from dcp_adapters.stored.reading.metadata_checks import chunk_in_words, stored_chunks
 from dcp_adapters.stored.reading.order import OWN, has_files
 from dcp_adapters.stored.reading.places import shared_places, sharing_message
@@ -36,21 +39,28 @@ Parts = dict[MetadataIndex | str, tuple[int, ...]]
 UNKNOWN = object()
 
 
-def parts_of_target(state_dict: Mapping[str, Any], metadata: Metadata) -> Parts:
+def parts_of_target(
+    state_dict: Mapping[str, Any],
+    metadata: Metadata,
+    boxes: Collection[str] = (),
+    several: Mapping[str, Sequence[PartPiece]] = MappingProxyType({}),
+) -> Parts:
     """Return the shapes of what this rank reads into, for all tensors that the checkpoint has.
 
-    The key is the name if a tensor is one piece, else (name, offset).
+    The key is the name if a tensor is one piece, else (name, offset). `boxes` are known to be one, `several` not to.
     """
     parts: Parts = {}
     for name, value in state_dict.items():
         entry = metadata.state_dict_metadata.get(name)
         if not isinstance(value, Tensor) or not isinstance(entry, TensorStorageMetadata):
             continue
-        if isinstance(value, DTensor):
+        if name in several:
+            parts |= {MetadataIndex(name, torch.Size(piece.box[0])): piece.box[1] for piece in several[name]}
+        elif isinstance(value, DTensor):
             # a rank outside of the mesh holds nothing, and reads nothing
             if value.device_mesh.get_coordinate() is not None:
                 parts[name] = tuple(local_of(value).shape)
-        elif type(value) in PLAIN:
+        elif name in boxes or (type(value) in PLAIN and not hasattr(value, CHUNKS)):
             parts[name] = tuple(value.shape)
         elif hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards"):
             # several local pieces: what stock would read into them if the tensor were stored as one chunk

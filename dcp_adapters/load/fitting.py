@@ -52,7 +52,7 @@ class Fitted:
         target: what is to be loaded.
         state_dict: what is read into as it is, by entry: the checkpoint's own entries, plain tensors, and the local
             parts of quantized ones, which alias them.
-        parts: the entries of these parts.
+        parts: the entries of these parts. pieces: those in several pieces, and where each begins -> the piece.
         quantized: the weights that they are parts of. vectors: part -> the vector that the one value read is spread to.
         wrapped: values that hold their bytes in tensors inside them.
         conversions: what is not read as it is.
@@ -65,6 +65,7 @@ class Fitted:
     target: LoadTarget
     state_dict: dict[str, Any]
     parts: frozenset[str]
+    pieces: dict[str, dict[tuple[int, ...], Tensor]]
     quantized: dict[str, QuantizedTensor]
     vectors: dict[str, Tensor]
     wrapped: list[Tensor]
@@ -120,7 +121,7 @@ def fit(  # noqa: PLR0913 - a load's options
         if leaf.quantized is not None and f"{name}.payload" in stored
     }
     vectors = vectors_of(quantized)
-    state_dict, boxes = local_parts(as_is)
+    state_dict, boxes, several = local_parts(as_is)
 
     checksums = None
     if verify_checksums or (manifest is not None and manifest.base is not None):
@@ -139,9 +140,9 @@ def fit(  # noqa: PLR0913 - a load's options
     # not stock's `create_local_plan`: it tries the names of checkpoints before torch 2.4 on every entry that the target
     # lacks, and the entries of conversions are among these
     with cpu_by_default():
-        items = ReadItems(metadata, strict=not partial).of(state_dict, boxes)
+        items = ReadItems(metadata, strict=not partial).of(state_dict, boxes, several)
     items += conversions.read_items(metadata)
-    shapes = parts_of_target(state_dict, metadata) | conversions.parts()
+    shapes = parts_of_target(state_dict, metadata, boxes, several) | conversions.parts()
     faults = coverage_problems(items, shapes, metadata)
     if faults:
         raise ValueError(
@@ -152,6 +153,7 @@ def fit(  # noqa: PLR0913 - a load's options
         target,
         state_dict,
         frozenset(boxes),
+        {entry: {piece.box[0]: piece.data for piece in own} for entry, own in several.items()},
         quantized,
         vectors,
         [leaf.value for leaf in as_is.values() if leaf.quantized is not None or leaf.plain is not leaf.value],

@@ -7,25 +7,39 @@ from torch import Tensor
 
 from dcp_adapters.plain.plain_memory import plain_among
 from dcp_adapters.records.expand import Leaf, merge, settled_parts
-from dcp_adapters.records.part_places import Box, PartBoxes
+from dcp_adapters.records.part_places import Box, PartBoxes, PartPiece
 from fsdp_hooks.torch_private import local_of, without_torch_function
 from fsdp_hooks.writable import unwritable
 from qtensor.spec.registry import tensor_wide
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
+Pieces = dict[str, list[PartPiece]]
 
-def local_parts(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Any], dict[str, Box]]:
+
+def local_parts(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Any], dict[str, Box], Pieces]:
     """Return leaves with each quantized one replaced by its local parts, which alias it, and the boxes of these.
+
+    The third are parts of leaves that say themselves where they lie, in several pieces; a leaf of one piece is that.
 
     Raises:
         ValueError: two have one name; a column cut does not fall on block boundaries; the shards of a gathered weight
             hold different tensor-wide scales.
     """
     out, found, boxes, known = dict[str, Any](), list[dict[str, Any]](), dict[str, Box](), PartBoxes()
+    several: Pieces = {}
     # each attribute of a subclass would go through __torch_function__, thousands of times
     with without_torch_function():
         for name, leaf in leaves.items():
             q = leaf.quantized
+            if leaf.place is not None:
+                own_pieces: Pieces = {}
+                for piece in leaf.pieces(name):
+                    own_pieces.setdefault(name if q is None else f"{name}.{piece.spec.name}", []).append(piece)
+                _refuse_shared_boxes(own_pieces)
+                found.append({entry: pieces[0].data for entry, pieces in own_pieces.items()})
+                boxes |= {entry: pieces[0].box for entry, pieces in own_pieces.items() if len(pieces) == 1}
+                several |= {entry: pieces for entry, pieces in own_pieces.items() if len(pieces) > 1}
+                continue
             if q is None:
                 found.append({name: leaf.plain})
                 continue
@@ -34,7 +48,17 @@ def local_parts(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Any], dict[str, B
             boxes |= own
             found.append({entry: parts[part] for entry, part in zip(own, places, strict=True)})
     merge(out, *found)
-    return out, boxes
+    return out, boxes, several
+
+
+def _refuse_shared_boxes(pieces: Pieces) -> None:
+    """Raise ValueError if two pieces of one part have the same box: DCP finds what it writes by where it begins."""
+    for entry, own in pieces.items():
+        if len({piece.box[0] for piece in own}) < len(own):
+            raise ValueError(
+                f"{entry}: two pieces of this rank's tensor begin at one place, as the scales of rows do of which "
+                "the tensor has several pieces; load into a tensor for each (PlacedShard), under names of their own"
+            )
 
 
 def not_writable(leaves: Mapping[str, Leaf], names: Collection[str]) -> list[str]:

@@ -39,6 +39,7 @@ from dcp_adapters.load.fitting import Fitted, fit
 from dcp_adapters.load.one_memory import OneMemory
 from dcp_adapters.load.together import refuse_lacking, refuse_nothing
 from dcp_adapters.load.unpickling import unpickled
+from dcp_adapters.plain.placed_shard import PlacedShard
 from dcp_adapters.plain.words import in_lines
 from dcp_adapters.records.checksums import CHECKSUMS, Verification
 from dcp_adapters.records.manifest import MANIFEST, Manifest
@@ -134,10 +135,19 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
             timeout=self.conversion_timeout,
         )
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        # stock puts None in the place of what it does not know
+        for name, value in flat.items():
+            if isinstance(value, PlacedShard):
+                set_element(state_dict, paths[name], value)
         # in place of what stock flattened: it reads into the local parts, and so into the live shards
         self.state_dict, self.conversions = fitted.state_dict, fitted.conversions
         read = fitted.state_dict.keys() & metadata.state_dict_metadata.keys() - fitted.vectors.keys() - OWN
         self.one_memory = OneMemory({name: fitted.state_dict[name] for name in read}, self.conversions.targets)
+        if shared := self.one_memory.read & fitted.pieces.keys():
+            raise ValueError(
+                f"{min(shared)}: it has several pieces, and shares memory with another target; whether both get the "
+                "same values could not be told. Leave one of them out"
+            )
         self.rebuilding = Rebuilding(None if fitted.manifest is None else fitted.manifest.base, metadata)
         self.verification = Verification() if fitted.has_checksums else None
         if began is not None:
@@ -223,6 +233,8 @@ class QuantizedLoadPlanner(DefaultLoadPlanner):
         """Return where to read to: a conversion's buffer, a part, or what stock finds."""
         if index.fqn in self.conversions.by_entry:
             return self.conversions.buffer(index.fqn)
+        if index.fqn in self.fitted.pieces:
+            return self.fitted.pieces[index.fqn][tuple(index.offset or ())]
         if index.fqn in self.fitted.parts:
             part: Tensor = self.state_dict[index.fqn]
             return part

@@ -11,7 +11,8 @@ items under their own names:
     anything else (bytes, tensors of other libraries' classes, tensors in several pieces)     stock, one by one
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from dcp_adapters.records.part_places import Box
+from dcp_adapters.plain.described import CHUNKS
+from dcp_adapters.records.part_places import Box, PartPiece
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of, without_torch_function
 
 PLAIN = (Tensor, nn.Parameter)  # classes of tensors that are one box; others may tell DCP of several
@@ -45,10 +47,16 @@ class ReadItems:
         self._boxes: dict[object, Box] = {}
         self._items: dict[tuple[int, Box], list[ReadItem]] = {}
 
-    def of(self, state_dict: Mapping[str, Any], parts: Mapping[str, Box]) -> list[ReadItem]:
+    def of(
+        self,
+        state_dict: Mapping[str, Any],
+        parts: Mapping[str, Box],
+        several: Mapping[str, Sequence[PartPiece]] = MappingProxyType({}),
+    ) -> list[ReadItem]:
         """Return the items for a flat state dict, in its order.
 
         `parts` are those of its entries that are parts of quantized weights: local tensors, each with its box.
+        `several` are those in several pieces.
 
         Raises:
             RuntimeError, ValueError: as stock DCP.
@@ -56,7 +64,18 @@ class ReadItems:
         # each attribute of a subclass would go through __torch_function__, thousands of times
         with without_torch_function():
             boxes = {name: parts.get(name) or self._box_of(name, value) for name, value in state_dict.items()}
-        return [item for name, value in state_dict.items() for item in self._of(name, value, boxes[name])]
+        return [
+            item
+            for name, value in state_dict.items()
+            for item in (self._in_boxes(name, several[name]) if name in several else self._of(name, value, boxes[name]))
+        ]
+
+    def _in_boxes(self, name: str, pieces: Sequence[PartPiece]) -> list[ReadItem]:
+        entry = self.metadata.state_dict_metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            return create_default_local_load_plan({name: pieces[0].data}, self.metadata, self.strict).items
+        chunks = [ChunkStorageMetadata(torch.Size(piece.box[0]), torch.Size(piece.box[1])) for piece in pieces]
+        return create_read_items_for_chunk_list(name, entry, chunks)
 
     def _of(self, name: str, value: Any, box: Box | None) -> list[ReadItem] | Iterator[ReadItem]:
         entry = self.metadata.state_dict_metadata.get(name)
@@ -67,7 +86,7 @@ class ReadItems:
     def _box_of(self, name: str, value: Any) -> Box | None:
         """Return where this rank's piece of a plain tensor lies; None if stock has to say, or to refuse."""
         # a class of another library may tell DCP of several chunks, which stock asks it about
-        if not isinstance(value, Tensor) or type(local_of(value)) not in PLAIN:
+        if not isinstance(value, Tensor) or type(local := local_of(value)) not in PLAIN or hasattr(local, CHUNKS):
             return None
         entry = self.metadata.state_dict_metadata.get(name)
         # stock refuses what does not fit, in its own words

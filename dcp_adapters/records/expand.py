@@ -13,7 +13,7 @@ cuts). So stock DCP deduplicates, validates, reshards and writes them, and readi
     expand         a state dict, leaf by leaf
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.plain.described import CHUNKS, ITEMS, Place, described_problem, place_of
+from dcp_adapters.plain.placed_shard import PlacedShard
 from dcp_adapters.records.entry import Entry
-from dcp_adapters.records.part_places import part_placement
+from dcp_adapters.records.part_places import PartPiece, part_pieces, part_placement
 from fsdp_hooks.torch_private import (
     compute_local_shape_and_global_offset,
     dtensor_around,
@@ -39,27 +41,52 @@ from qtensor.tensor.quantized_tensor import QuantizedTensor
 class Leaf(NamedTuple):
     """A leaf of a state dict, looked at once.
 
-    value: as it stands there. local: its local tensor; None for what is no tensor. quantized: the same, if it is
-    quantized. plain: the value, but of storage="high_precision" the dense tensor that it is, aliased.
+    value: as it stands there, of a PlacedShard the local tensor. local: its local tensor; None for what is no tensor.
+    quantized: the same, if it is quantized. plain: the value, but of storage="high_precision" the dense tensor that it
+    is, aliased. place: where it lies, if it says so itself; then `value` does not tell it.
     """
 
     value: Any
     local: Tensor | None
     quantized: QuantizedTensor | None
     plain: Any
+    place: Place | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return tuple(self.value.shape) if self.place is None else self.place.shape
+
+    def pieces(self, name: str) -> list[PartPiece]:
+        """Return the pieces of the parts of a leaf that has a place, see `part_pieces`."""
+        assert self.place is not None
+        q = self.quantized
+        parts = {"": local_of(self.plain).detach()} if q is None else settled_parts(name, q)
+        return part_pieces(name, self.place, parts, q)
 
 
 def leaves_of(flat: Mapping[str, Any]) -> dict[str, Leaf]:
-    """The leaves of a flattened state dict. Raises ValueError as `refuse_hidden`."""
+    """The leaves of a flattened state dict. Raises ValueError as `refuse_hidden` and `place_of`."""
     leaves = {}
     with without_torch_function():  # attributes of a subclass go through it, thousands of times
-        local = named_locals_of(flat)
-        for name, value in flat.items():
+        flat_values = {name: value.local if isinstance(value, PlacedShard) else value for name, value in flat.items()}
+        local = named_locals_of(flat_values)
+        for name, value in flat_values.items():
             own = local.get(name)
             if own is None:
                 refuse_hidden(name, value)
             plain = plain_leaf(value) if isinstance(own, HighPrecisionWeight) else value
-            leaves[name] = Leaf(value, own, own if isinstance(own, QuantizedTensor) else None, plain)
+            q = own if isinstance(own, QuantizedTensor) else None
+            # asked only of those that may: there are thousands
+            tells = flat[name] is not value or hasattr(own, CHUNKS) or hasattr(value, "global_shape")
+            place = place_of(name, flat[name]) if tells else None
+            # its class has a method of one of these names, which refuses DCP's own planners
+            if place is None and q is not None and not {CHUNKS, ITEMS}.isdisjoint(vars(q)):
+                raise ValueError(
+                    f"{name}: a quantized tensor that tells DCP of chunks of its own by {CHUNKS}, which say nothing of "
+                    "its parts; put it into the state dict as a PlacedShard"
+                )
+            leaves[name] = Leaf(value, own, q, plain, place)
     return leaves
 
 
@@ -69,7 +96,7 @@ def entries_of(leaves: Mapping[str, Leaf]) -> dict[str, Entry]:
         name: Entry(
             name,
             None if leaf.quantized is None else leaf.quantized.recipe.stored,
-            tuple(leaf.value.shape),
+            leaf.shape,
             leaf.value.dtype,
         )
         for name, leaf in leaves.items()
@@ -85,7 +112,8 @@ def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: a part's name is taken already; a column cut does not fall on block boundaries; the shards of a
-            gathered weight hold different tensor-wide scales.
+            gathered weight hold different tensor-wide scales; a leaf says itself where it lies (a PlacedShard, say),
+            which its parts could not.
 
     Example:
         ```python
@@ -96,17 +124,23 @@ def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     out: dict[str, Any] = {}
     for name, value in state_dict.items():
+        _refuse_described(str(name), value)
         parts = {f"{name}.{part}": tensor for part, tensor in expand_leaf(str(name), value).items()}
         merge(out, parts or {name: _expand_container(str(name), plain_leaf(value))})
     return out
 
 
 def refuse_hidden(name: str, leaf: Any) -> None:
-    """Raise ValueError if a leaf that DCP would pickle (a tuple, say) holds a quantized tensor."""
-    if _hides_quantized(leaf):
+    """Raise ValueError if a leaf that DCP would pickle (a tuple, say) holds a quantized tensor, or a PlacedShard."""
+    if _hides(leaf, lambda item: quantized_local(item) is not None):
         raise ValueError(
             f"{name}: a {type(leaf).__name__} holds a quantized tensor, and DCP would pickle it whole; use dicts and "
             "lists, which it flattens (with flatten_state_dict=True)"
+        )
+    if _hides(leaf, lambda item: isinstance(item, PlacedShard)):
+        raise ValueError(
+            f"{name}: a {type(leaf).__name__} holds a PlacedShard, and DCP would pickle it whole; use dicts, which it "
+            "flattens (with flatten_state_dict=True; lists only if a tensor is among their items)"
         )
 
 
@@ -166,6 +200,8 @@ def _expand_container(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return expand(value)
     if isinstance(value, list):
+        for i, item in enumerate(value):
+            _refuse_described(f"{name}.{i}", item)
         return [
             expand_leaf(f"{name}.{i}", item) or _expand_container(f"{name}.{i}", plain_leaf(item))
             for i, item in enumerate(value)
@@ -173,10 +209,15 @@ def _expand_container(name: str, value: Any) -> Any:
     return value
 
 
-def _hides_quantized(leaf: Any) -> bool:
-    """Tell whether a leaf that is no tensor has a quantized tensor inside."""
+def _refuse_described(name: str, value: Any) -> None:
+    if (problem := described_problem(value)) is not None:
+        raise ValueError(f"{name}: {problem}")
+
+
+def _hides(leaf: Any, wanted: Callable[[Any], bool]) -> bool:
+    """Tell whether a leaf that is no tensor has something inside."""
     items = leaf.values() if isinstance(leaf, Mapping) else leaf if isinstance(leaf, list | tuple | set) else ()
-    return any(quantized_local(item) is not None or _hides_quantized(item) for item in items)
+    return any(wanted(item) or _hides(item, wanted) for item in items)
 
 
 def _part_dtensor(name: str, spec: PartSpec, part: Tensor, weight: DTensor) -> DTensor:

@@ -7,16 +7,28 @@
 Saving and loading use boxes, DTensors use placements.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from dcp_adapters.plain.described import Place
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
 from qtensor.spec.format import PartSpec
 from qtensor.spec.registry import block_multiple, specs_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes) in the global tensor
+
+
+class PartPiece(NamedTuple):
+    """A piece of one part: its box in the whole part, and its bytes, which alias the local tensor."""
+
+    spec: PartSpec
+    box: Box
+    data: Tensor
 
 
 class PartBoxes:
@@ -53,16 +65,62 @@ def box_of(name: str, value: Tensor, q: QuantizedTensor) -> Box | None:
     if value.device_mesh.get_coordinate() is None:
         return None
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    refuse_split_blocks(name, q, value.shape, (offsets, sizes), q.shape)
+    return tuple(offsets), tuple(sizes)
+
+
+def refuse_split_blocks(
+    name: str, q: QuantizedTensor, shape: Sequence[int], box: Box, held: Sequence[int] | None = None
+) -> None:
+    """Raise ValueError if a box of a tensor of this shape splits a block, or `held`, what a rank has, is another."""
+    offsets, sizes = box
     # A block that two ranks share would have two scales; what ends the tensor may be less than a block.
     multiple, end = block_multiple(q.recipe), offsets[-1] + sizes[-1]
-    splits = offsets[-1] % multiple or (end % multiple and end != value.shape[-1])
-    if tuple(sizes) != tuple(q.shape) or splits:
+    splits = offsets[-1] % multiple or (end % multiple and end != shape[-1])
+    if splits or (held is not None and tuple(sizes) != tuple(held)):
         raise ValueError(
-            f"{name}: a shard of {tuple(q.shape)} at {tuple(offsets)} out of {tuple(value.shape)}, expected "
+            f"{name}: a shard of {tuple(held or sizes)} at {tuple(offsets)} out of {tuple(shape)}, expected "
             f"{tuple(sizes)}: column cuts must fall on multiples of {multiple}; choose a mesh that divides K into such "
             "pieces"
         )
-    return tuple(offsets), tuple(sizes)
+
+
+def part_pieces(name: str, place: Place, parts: dict[str, Tensor], q: QuantizedTensor | None) -> list[PartPiece]:
+    """Return the pieces of all parts of a leaf, the payload's first.
+
+    Args:
+        name: of the leaf.
+        place: of the leaf.
+        parts: its local parts; those of a dense leaf are {"": the tensor}.
+        q: the local quantized tensor, None for a dense one.
+
+    Raises:
+        ValueError: a piece of a quantized tensor begins or ends inside of a block.
+    """
+    if q is not None:
+        for piece in place.pieces:
+            refuse_split_blocks(name, q, place.shape, (piece.offsets, piece.sizes))
+            if piece.local[-1] % block_multiple(q.recipe) and piece.sizes[-1]:
+                raise ValueError(
+                    f"{name}: a piece of {piece.sizes} begins at {piece.local} of the local tensor, expected a "
+                    f"multiple of {block_multiple(q.recipe)} columns, where a block of {q.recipe} begins"
+                )
+    found: list[PartPiece] = []
+    for spec in (PartSpec("", parts[""].dtype),) if q is None else specs_of(q.recipe):
+        for offsets, sizes, local in place.pieces:
+            box = spec.box(offsets, sizes)
+            found.append(PartPiece(spec, box, _cut(parts[spec.name], spec.box(local, sizes))))
+            # one value for all rows: each piece has the same
+            if not spec.per_row:
+                break
+    return found
+
+
+def _cut(part: Tensor, box: Box) -> Tensor:
+    for dim, (start, size) in enumerate(zip(*box, strict=True)):
+        if part.shape[dim] != size:
+            part = part.narrow(dim, start, size)
+    return part
 
 
 def part_placement(spec: PartSpec, placement: Placement, ndim: int) -> Placement:

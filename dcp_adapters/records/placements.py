@@ -8,11 +8,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
+from dcp_adapters.plain.described import described_problem
+from fsdp_hooks.torch_private import compute_local_shape_and_global_offset, local_of
+
 
 def placement_problem(value: Any) -> str | None:
-    """Say why a leaf can be neither saved nor loaded as it is placed; None if it can."""
-    if not isinstance(value, Tensor) or not isinstance(value, DTensor):
-        return None
+    """Say why a leaf is not read or written at the place that mesh and placements tell; None if it is."""
+    told = described_problem(value)
+    if told is not None or not isinstance(value, Tensor) or not isinstance(value, DTensor):
+        return told
     mesh, placements = value.device_mesh, value.placements
     if any(isinstance(placement, Partial) for placement in placements):
         return (
@@ -25,7 +29,29 @@ def placement_problem(value: Any) -> str | None:
                 f"it is placed as {placements} on a mesh of {tuple(mesh.shape)}: a rank's rows are several runs, of "
                 "which DCP knows the first; redistribute it to Shard() first"
             )
-    return None
+    return unevenness(value)
+
+
+def placement_kind(value: DTensor) -> object:
+    """Return what `placement_problem` depends on; valid as long as the mesh is kept alive."""
+    return id(value.device_mesh), value.placements, value.shape, local_of(value).shape
+
+
+def unevenness(value: DTensor) -> str | None:
+    """Say that the local tensor is not the one that torch cuts out: what is said of the place would be wrong."""
+    mesh, placements = value.device_mesh, value.placements
+    if mesh.get_coordinate() is None:
+        return None
+    own = tuple(local_of(value).shape)
+    sizes, _ = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+    if tuple(sizes) == own:
+        return None
+    return (
+        f"it is placed as {placements} on a mesh of {tuple(mesh.shape)}, which cuts {tuple(sizes)} of "
+        f"{tuple(value.shape)} for this rank, and its local tensor has {own}: nothing says where that "
+        "lies. Let it say so: DTensors of Megatron-FSDP do after preprocess_state_dict_for_uneven_dtensor(state_dict), "
+        "any other shard as a dcp_adapters.PlacedShard"
+    )
 
 
 def _scatters(mesh: DeviceMesh, placements: tuple[Placement, ...], number: int) -> bool:

@@ -19,6 +19,7 @@ planner.py         QuantizedSavePlanner
 steps/             the options that a save may have, a step each; one that is off is not in the list
 write_items.py     the leaves of a state dict, and where each part's chunk lies
 global_plan.py     the coordinator's plan
+pieces.py          do pieces that are placed by hand make up their tensors?
 refusals.py        names that are taken, bytes if a writer keeps none
 save_log.py        log lines, while the logger is on
 atomic_writer.py   AtomicFileSystemWriter, whose commit is one rename

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_adapters.records.manifest import MANIFEST, MANIFEST_JSON, tensor_of
 from dcp_adapters.save.global_plan import global_plan
+from dcp_adapters.save.pieces import DESCRIBED, refuse_unfitting, tell_described
 from dcp_adapters.save.refusals import refuse_bytes_in_safetensors, refuse_taken_names
 from dcp_adapters.save.save_log import LOG, SaveLog
 from dcp_adapters.save.steps.checksum_table import ChecksumTable
@@ -74,10 +75,11 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     Raises:
         ValueError: while saving, on all ranks and before anything is written: ranks disagree on a recipe or a
-            tensor-wide scale, with digest=True on any bytes that several hold; a name is taken; a column cut does not
-            fall on block boundaries; digest=True or delta_to without collectives; what `verify` finds; delta_to is
-            damaged, is itself a delta, is not local, is the directory to save into, or is not the same on all ranks.
-            While building: an unknown option; delta_to with checksums=False.
+            tensor-wide scale, with digest=True on any bytes that several hold; a name is taken; pieces that say
+            themselves where they lie (PlacedShard) leave gaps or overlap; a local tensor is not what its placement
+            tells; a column cut does not fall on block boundaries; digest=True or delta_to without collectives; what
+            `verify` finds; delta_to is damaged, is itself a delta, is not local, is the directory to save into, or is
+            not the same on all ranks. While building: an unknown option; delta_to with checksums=False.
         FileNotFoundError: delta_to holds no complete checkpoint; also when all is written and the base has gone
             meanwhile (ValueError if it was replaced): then no `.metadata` is written.
         ImportError: delta_to without zstd.
@@ -142,7 +144,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         self.saving = Saving(getattr(storage_meta, "checkpoint_id", None), self.state_dict)
         self.leaves = SaveLeaves.of(self.state_dict)
         self.state_dict = self.leaves.plain
-        refuse_taken_names(self.state_dict, self.leaves.entries)
+        entries = self.leaves.entries
+        refuse_taken_names(self.state_dict.keys() | self.leaves.described - entries.keys(), entries)
         if self.flatten_state_dict:
             self.mappings = self.leaves.paths(self.mappings)
         # new ones: an asynchronous save that is still being written keeps its own
@@ -163,6 +166,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
             items = [item for item in items if item.index.fqn not in withheld]
         paths = {name: path for name, path in self.mappings.items() if name not in withheld}
         plan = dataclasses.replace(stock, items=items, planner_data=RankRecord.of(self.leaves, items, paths))
+        if self.leaves.described:
+            plan = tell_described(plan, self.leaves)
         for step in self._steps_at("local_plan"):
             plan = step.local_plan(plan, super().resolve_data)
         self.plan = plan
@@ -179,6 +184,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
         if self.saving.unlisted:
             all_plans = with_unlisted(all_plans, self.saving.unlisted, self.mappings)
         refuse_other_options(all_plans)
+        if apart is None and any(DESCRIBED in plan.planner_data.options for plan in all_plans):
+            refuse_unfitting(all_plans)
         save = GlobalSave(all_plans, merged_manifest(all_plans), apart)
         # a rank that verifies counts even if the coordinator does not: its pieces may be half of a mixture
         if any(verified := told(all_plans, "verify")):
@@ -217,7 +224,8 @@ class QuantizedSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the local part, or what stock finds."""
-        part = self.leaves.parts.get(index.fqn)
+        leaves = self.leaves
+        part = leaves.data_of(index) if leaves.pieces else leaves.parts.get(index.fqn)
         return super().lookup_object(index) if part is None else part
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's name

@@ -1,7 +1,6 @@
 """What cannot be saved, refused by name while a save is planned: no older checkpoint has gone, no rank has written."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -11,8 +10,8 @@ from dcp_adapters.records.manifest import MANIFEST
 from dcp_adapters.torch_private import writes_safetensors
 
 
-def refuse_taken_names(flat: Mapping[str, Any], entries: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse names that would be there twice. flat: what stock DCP saves; entries: leaf -> part -> its entry."""
+def refuse_taken_names(flat: Collection[str], entries: Mapping[str, Mapping[str, str]]) -> None:
+    """Refuse names that would be there twice. flat: of what has no parts; entries: leaf -> part -> its entry."""
     for name in (MANIFEST, CHECKSUMS):
         if name in flat:
             raise ValueError(

@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from dcp_adapters.plain.plain_memory import refuse_without_bytes
-from dcp_adapters.records.expand import leaves_of, settled_parts
+from dcp_adapters.records.expand import Leaf, leaves_of, settled_parts
 from dcp_adapters.records.part_places import box_of, placement_key
+from dcp_adapters.records.placements import placement_kind, placement_problem
 from fsdp_hooks.torch_private import local_of, without_torch_function
 from qtensor.spec.registry import specs_of
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -55,6 +56,7 @@ class SaveLeaves:
         watched: parts that several ranks hold: [N, 1] scales cut along columns, histories.
         withheld: scalars that another rank lists, the first of their mesh.
         entries: quantized leaf -> part -> its entry.
+        described: leaves that say themselves where they lie. pieces: where one has several, each piece of a part.
     """
 
     plain: dict[str, Any] = field(default_factory=dict)
@@ -65,22 +67,33 @@ class SaveLeaves:
     watched: set[str] = field(default_factory=set)
     withheld: set[str] = field(default_factory=set)
     entries: dict[str, dict[str, str]] = field(default_factory=dict)
+    described: set[str] = field(default_factory=set)
+    pieces: dict[MetadataIndex, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(flat: Mapping[str, Any]) -> "SaveLeaves":
         """Return the leaves of a flattened state dict.
 
         Raises:
-            ValueError: a leaf cannot be saved; a column cut does not fall on block boundaries.
+            ValueError: a leaf cannot be saved; a column cut does not fall on block boundaries; what a rank holds is
+                not the box that its placement tells.
         """
         found = SaveLeaves()
         named: list[tuple[str, Tensor]] = []  # all local tensors
         known: dict[object, list[PartLayout]] = {}  # of leaves alike in shape, placement and recipe
+        fitting: set[object] = set()  # kinds of placements that are as they say
         leaves = leaves_of(flat)
         # each attribute of a subclass would go through __torch_function__, thousands of times
         with without_torch_function():
             for name, leaf in leaves.items():
                 q = leaf.quantized
+                if leaf.place is not None:
+                    named += found._keep_described(name, leaf)
+                    continue
+                if isinstance(leaf.value, DTensor) and (kind := placement_kind(leaf.value)) not in fitting:
+                    if (problem := placement_problem(leaf.value)) is not None:
+                        raise ValueError(f"{name}: {problem}")
+                    fitting.add(kind)
                 if q is not None:
                     # similar weights have equal layouts, and DTensor's computation of a shard's place is slow
                     key = placement_key(leaf.value, q)
@@ -106,6 +119,50 @@ class SaveLeaves:
             for part, entry in parts.items():
                 paths[entry] = (*container, last, part) if isinstance(last, int) else (*container, f"{last}.{part}")
         return paths
+
+    def data_of(self, index: MetadataIndex) -> Tensor | None:
+        """Return what is stored for an item of these; None if stock has to look."""
+        piece = self.pieces.get(index)
+        return self.parts.get(index.fqn) if piece is None else piece
+
+    def _keep_described(self, name: str, leaf: Leaf) -> list[tuple[str, Tensor]]:
+        """Keep and return the pieces of a leaf that says itself where they lie.
+
+        Raises:
+            ValueError: a piece splits a block; two have one place and different bytes.
+        """
+        q, pieces = leaf.quantized, leaf.pieces(name)
+        self.described.add(name)
+        if q is not None:
+            self.entries[name] = {spec.name: f"{name}.{spec.name}" for spec in specs_of(q.recipe)}
+        placed: dict[MetadataIndex, Tensor] = {}
+        for spec, box, data in pieces:
+            entry = name if q is None else self.entries[name][spec.name]
+            item = WriteItem(
+                MetadataIndex(entry, torch.Size(box[0])),
+                WriteItemType.SHARD,
+                tensor_data=_data(*box, spec.shape(leaf.shape), spec.dtype),
+            )
+            before = placed.setdefault(item.index, data)
+            if before is not data:
+                # the [N, 1] scales of pieces that have the same rows
+                if before.shape != data.shape or not torch.equal(before, data):
+                    raise ValueError(
+                        f"{entry}: two pieces of this rank's tensor have the place {box[0]}, and differ; expected the "
+                        "same bytes"
+                    )
+                continue
+            self.items.append(item)
+            self.parts.setdefault(entry, data)
+            if q is not None and (spec.length is not None or (spec.per_row and not spec.block)):
+                self.watched.add(entry)
+            if q is not None and spec.name == "payload":
+                self.payloads[entry] = q
+            if q is not None and not spec.per_row and spec.length is None:
+                self.wide[self.entries[name]["payload"]] = data
+        if len(placed) > len({index.fqn for index in placed}):
+            self.pieces |= placed
+        return [(name, data) for _, _, data in pieces]
 
     def _keep_parts(self, name: str, q: QuantizedTensor, layouts: Sequence[PartLayout]) -> list[tuple[str, Tensor]]:
         """Keep and return the parts of a quantized leaf; none if this rank is outside of its mesh."""

@@ -252,6 +252,12 @@ def deltas(path: Path) -> None:
             assert torch.equal(receiver[name].payload, value.payload)
 
 
+def shards_by_hand(path: Path) -> None:
+    names = page("shards_by_hand.md").run(namespace(path=path))
+    held, rows = names["state"]["weight"], slice(names["first"], names["last"])
+    assert torch.equal(held.local.payload.view(torch.uint8), names["whole"].payload[rows].view(torch.uint8))
+
+
 def index(path: Path) -> None:
     names = page("index.md").run(namespace(build_model=Model, path=path, shard=shard, fill=fill, train=train))
     assert isinstance(local(names["model"].layers[0].mlp.up_proj.weight), QuantizedTensor)
@@ -374,6 +380,7 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/numerics.md": (1, numerics),
     "docs/merge_aware_lora.md": (1, merge_aware_lora),
     "docs/qat.md": (2, qat),
+    "docs/shards_by_hand.md": (2, shards_by_hand),
 }
 YAML = ("docs/calibrate_command.md", "yaml")  # read by tests/layerwise/command/test_reference.py
 

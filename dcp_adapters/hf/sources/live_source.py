@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from dcp_adapters.hf.models.adapters import own_tensors
 from dcp_adapters.hf.models.prefixes import under, weights_prefix
+from dcp_adapters.plain.described import described_problem
 from dcp_adapters.plain.plain_memory import is_plain
 from dcp_adapters.records.expand import entry_of, expand_leaf, gathered_leaf, plain_leaf, quantized_local, refuse_hidden
+from dcp_adapters.records.placements import placement_kind, unevenness
 from dcp_adapters.records.source import Keep, Source, TensorGroup
 from dcp_adapters.torch_private import flatten_state_dict
 from fsdp_hooks.lazy_bits import resolve
@@ -210,8 +212,15 @@ def live_tensors(named: Mapping[str, Any], *, what: str, as_gathered: bool = Fal
         ValueError: as of LiveSource.
     """
     values: dict[str, Tensor] = {}
+    placed: dict[object, str | None] = {}  # kind of placement -> what is wrong with it
     for name, value in named.items():
         refuse_hidden(name, value)
+        problem = described_problem(value)
+        if problem is None and isinstance(value, DTensor):
+            key = placement_kind(value)
+            problem = placed[key] if key in placed else placed.setdefault(key, unevenness(value))
+        if problem is not None:
+            raise ValueError(f"{name}: {problem}")
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} is a {type(value).__name__}; {what} holds tensors only: leave it out")
         if value.is_meta:

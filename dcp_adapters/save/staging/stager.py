@@ -25,11 +25,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.plain.described import place_of, with_place
 from dcp_adapters.plain.logged_work import log_work
+from dcp_adapters.plain.placed_shard import PlacedShard
 from dcp_adapters.plain.plain_memory import is_plain, why_no_bytes
 from dcp_adapters.save.staging.host_memory import PageLockError, SnapshotMemory
 from fsdp_hooks.all_gather import Sharding
-from fsdp_hooks.torch_private import dtensor_like, without_torch_function
+from fsdp_hooks.torch_private import dtensor_like, local_of, without_torch_function
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.registry import describe
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -162,6 +164,9 @@ class Survey:
         """Return how to rebuild a value: its containers, tensors around copies, and copies of all other leaves."""
         if isinstance(value, Tensor):
             return self._walk_leaf(name, value)
+        if isinstance(value, PlacedShard):
+            rebuild_local = self._walk_local(name, value.local)
+            return lambda copies: PlacedShard(rebuild_local(copies), value.global_shape, value.offsets)
         prefix, kind = f"{name}." if name else "", type(value)
         if isinstance(value, Mapping):
             entries = {key: self.walk(f"{prefix}{key}", item) for key, item in value.items()}
@@ -186,6 +191,9 @@ class Survey:
         return lambda copies: copied
 
     def _walk_leaf(self, name: str, value: Tensor) -> Rebuild:
+        if (place := place_of(name, value)) is not None:
+            rebuild = self._walk_local(name, local_of(value))
+            return lambda copies: with_place(rebuild(copies), place)
         if isinstance(value, DTensor):
             rebuild = self._walk_local(name, value.to_local())
             return lambda copies: dtensor_like(rebuild(copies), value)

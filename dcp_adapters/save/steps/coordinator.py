@@ -81,7 +81,8 @@ class RankRecord:
                     scales.append(leaves.wide[name])
         # one read for all scales: each `.item()` would wait for the device
         bits = torch.stack(scales).view(torch.int32).tolist() if scales else []
-        values = digests([[leaves.parts[index.fqn]] for index in watched]).tolist() if watched else []
+        held = [[data] for index in watched if (data := leaves.data_of(index)) is not None]
+        values = digests(held).tolist() if held else []
         replicated = [
             (index.fqn, tuple(index.offset or ()), value) for index, value in zip(watched, values, strict=True)
         ]
@@ -227,5 +228,6 @@ def _check_agreed(payload: str, wide: str, bits: int, rank: int, scales: dict[st
         values = torch.tensor([first, bits], dtype=torch.int32, device="cpu").view(torch.float32).tolist()
         raise ValueError(
             f"{_wide_part(payload, wide)}: rank {first_rank} holds {values[0]!r}, rank {rank} {values[1]!r}; a "
-            "tensor-wide scale must be the same in all shards. Call fsdp_hooks.sync_scales(model) before saving"
+            "tensor-wide scale must be the same in all shards. Call fsdp_hooks.sync_scales(model) before saving; cut "
+            "pieces that are placed by hand (PlacedShard) from one quantized tensor"
         )

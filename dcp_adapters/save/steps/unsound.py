@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.tensor import DTensor
 
+from dcp_adapters.plain.described import described_problem
 from dcp_adapters.plain.words import in_lines
 from dcp_adapters.records.entry import Entry
 from dcp_adapters.records.expand import entry_of, quantized_local, settled_parts
@@ -76,6 +77,9 @@ def refuse_unsound(flat: Mapping[str, Any], level: Level) -> Fits:
     Returns:
         What `refuse_mixtures` compares, of the masters that not every tensor beside them fits both ways.
     """
+    for name, value in flat.items():
+        if (problem := described_problem(value)) is not None:
+            raise ValueError(f"QuantizedSavePlanner(verify={level!r}): {name}: {problem}; or save with verify=None")
     tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
     entries = {name: entry_of(name, value) for name, value in tensors.items()}
     masters = Masters.among(entries)
