@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _utils as dtensor_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.optim import optimizer as optimizers
@@ -54,6 +55,7 @@ __all__ = [
     "named_locals_of",
     "note_shard_rows",
     "one_dispatch_state",
+    "redistributed_for",
     "reshards_to_fewer",
     "root_mesh",
     "set_padded_size",
@@ -106,6 +108,24 @@ def is_described() -> bool:
     see, so we look at the name of the calling module.
     """
     return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
+
+
+STATE_DICTS = ("torch.distributed._state_dict_utils", "torch.distributed.checkpoint.state_dict")
+
+
+def redistributed_for() -> str | None:
+    """Return what DTensor redistributes a tensor for, in this thread: "copy", "other", or None if it does not.
+
+    A copy is what full_tensor() and torch's full state dicts want. No operation says so: we look for who called.
+    """
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if module in STATE_DICTS or frame.f_code is DTensor.full_tensor.__code__:
+            return "copy"
+        found = "other" if module == redistribute_local_tensor.__module__ else found
+        frame = frame.f_back  # type: ignore[assignment] # the last frame has none
+    return found
 
 
 def asking_package() -> str:

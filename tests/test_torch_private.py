@@ -19,11 +19,13 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcp_adapters import torch_private as dcp_private
@@ -420,6 +422,45 @@ def test_is_described_is_true_to_what_makes_a_fake_tensor_and_to_nobody_else() -
     assert seen == [False]
     torch.export.export(model, (torch.ones(2),), strict=False)
     assert True in seen[1:]
+
+
+class Asked(TorchDispatchMode):
+    """What a gather inside is for, as our code sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str | None] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.found.append(torch_private.redistributed_for())
+        return func(*args, **(kwargs or {}))
+
+
+def _gathers_for() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    linear = torch.nn.Linear(2, 4)
+    fully_shard(linear, mesh=mesh)
+    shard: Any = linear.weight
+    group = mesh.get_group().group_name
+    calls = {
+        "copy": [
+            lambda: shard.full_tensor(),
+            lambda: shard.detach().full_tensor(),
+            lambda: get_model_state_dict(linear, options=StateDictOptions(full_state_dict=True)),
+        ],
+        "other": [lambda: shard.redistribute(placements=[Replicate()])],
+        None: [lambda: torch.ops._c10d_functional.all_gather_into_tensor(torch.ones(2), 2, group)],
+    }
+    for wanted, each in calls.items():
+        for call in each:
+            with Asked() as asked:
+                call()
+            assert {*asked.found} == {wanted}
+
+
+def test_a_copy_that_dtensor_gathers_is_told_from_other_gathers() -> None:
+    run_ranks(2, _gathers_for)
 
 
 def test_is_watched_sees_modes_and_function_transforms():

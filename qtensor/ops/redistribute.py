@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Sharding, ShardRows
+from fsdp_hooks.torch_private import is_tracing
 from qtensor.ops.joined import Joined, broadcast_flat
 from qtensor.ops.table import implements
 from qtensor.spec.registry import describe, specs_of, tensor_wide
@@ -81,7 +83,7 @@ def _join(pieces: list[Tensor], dim: int) -> Tensor:
 
 @implements(c10d.all_gather_into_tensor.default)
 def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gather every part as bytes, rank after rank, and wait for it."""
+    """Gather every part as bytes, rank after rank, and wait for it: in a graph, where the graph waits."""
     q, ranks, group = args
     if q._sharding.shards is not None or q._lens.described is not None:
         raise NotImplementedError(
@@ -98,8 +100,8 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             parts[spec.name] = _gather(part if spec.extends_along(0, q.ndim) else part.reshape(1), ranks, group)
     wide, shards, padded = tensor_wide(q.recipe), ShardRows(q.shape[0]), q._sharding.padded_rows
-    # the shards agree: one value serves all rows, as in a weight that was never cut
-    if wide and bool((parts[wide] == parts[wide][0]).all()):
+    # the shards agree: one value serves all rows, as in a weight that was never cut; a graph cannot ask
+    if wide and not is_tracing() and bool((parts[wide] == parts[wide][0]).all()):
         parts[wide] = parts[wide][0].clone()
     sharding = Sharding(
         shards=shards if wide and parts[wide].ndim else None,
@@ -152,16 +154,23 @@ _WAITS = [getattr(c10d, name).default for name in ("wait_tensor", "_wrap_tensor_
 
 @implements(*_WAITS)
 def wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do nothing: the parts have been waited for already."""
-    return args[0]
+    """Wait for the parts, in a graph: they are bytes until then. Elsewhere they have been waited for already."""
+    q = args[0]
+    if func is not c10d.wait_tensor.default or not is_tracing():
+        return q
+    own = q.parts()
+    arrived = {spec.name: func(own[spec.name]).view(spec.dtype) for spec in specs_of(q.recipe) if spec.gathered}
+    return q._like({**own, **arrived}, lens=q._lens, sharding=q._sharding, shape=q.shape)
 
 
 def _pad(part: Tensor, rows: int) -> Tensor:
-    """Return `part` with `rows` more rows of zero bytes; joined as bytes, since torch.cat does not support float8."""
-    more = torch.zeros((rows, *part.shape[1:]), dtype=part.dtype, device=part.device)
-    return torch.cat([part.view(torch.uint8), more.view(torch.uint8)]).view(part.dtype)
+    """Return `part` with `rows` more rows of zero bytes."""
+    data = part.view(torch.uint8)
+    more = rows if part.ndim > 1 else rows * part.itemsize
+    return F.pad(data, [0] * (2 * part.ndim - 1) + [more]).view(part.dtype)
 
 
 def _gather(part: Tensor, ranks: int, group: str) -> Tensor:
-    data = part.contiguous().view(torch.uint8)
-    return c10d.wait_tensor(c10d.all_gather_into_tensor(data, ranks, group)).view(part.dtype)  # type: ignore[no-any-return]
+    gathered = c10d.all_gather_into_tensor(part.contiguous().view(torch.uint8), ranks, group)
+    # the passes of compilers look for a gather with a wait directly behind it, see `wait`
+    return gathered if is_tracing() else c10d.wait_tensor(gathered).view(part.dtype)  # type: ignore[no-any-return]

@@ -46,7 +46,7 @@ from qtensor.ops.data_attribute import SET_DATA, exchange_data
 from qtensor.ops.table import check_shard_shape, refuse_resharding_to_a_smaller_mesh
 from qtensor.scales.agreement import DenseScales, claim_of, decide, encode_agreed, scale_of
 from qtensor.scales.cut_blocks import CutBlocks
-from qtensor.scales.high_precision_ops import ALIASES, KEEPS, RESHAPES_IN_PLACE, SAME_ROWS, TRANSPOSES
+from qtensor.scales.high_precision_ops import ALIASES, KEEPS, RESHAPES_IN_PLACE, SAME_ROWS, TRANSPOSES, sends_parts
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import check_shape, describe, registered
 from qtensor.tensor.made_anew import address, make_anew
@@ -287,8 +287,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # a view of a normal tensor must be a normal tensor, but one made here would be an inference tensor
             with torch.inference_mode(mode=False), torch.no_grad():
                 return func(*args, **kwargs)
-    # a transposed weight is on its way into a product, which must see quantized values
-    if func in TRANSPOSES:
+    # on its way into a product, which must see quantized values
+    if func in TRANSPOSES or sends_parts(func, *args):
         return func(args[0].quantize(), *args[1:], **kwargs)
     if func is aten.split.Tensor:
         refuse_resharding_to_a_smaller_mesh(args[0], args[1])
