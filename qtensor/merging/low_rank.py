@@ -26,6 +26,9 @@ class LowRankUpdate:
         a: [.., r, K], a plain tensor of any floating dtype; lora_A.weight of peft.
         b: [.., N, r], likewise; lora_B.weight of peft. Both are the full factors, equal on all ranks, on any device.
         scaling: what the product is multiplied by.
+        through_merge: whether the factors were trained through the merge (`merge_aware` says it of its own updates,
+            whoever calls `linear_through_merge` may). Then `merge_` writes what the training has computed with, and
+            does not warn of what rounding took.
 
     Raises:
         TypeError: a factor is sharded or quantized, or holds no floating numbers.
@@ -42,6 +45,7 @@ class LowRankUpdate:
     a: Tensor
     b: Tensor
     scaling: float = 1.0
+    through_merge: bool = False
 
     def __post_init__(self) -> None:
         """Check that these are two factors of one matrix (or of as many matrices)."""
@@ -89,6 +93,11 @@ class UpdateSum:
     """
 
     updates: tuple[LowRankUpdate, ...]
+
+    @property
+    def through_merge(self) -> bool:
+        """Whether all were trained through the merge."""
+        return all(update.through_merge for update in self.updates)
 
     def __call__(self, index: tuple[slice, ...]) -> Tensor:
         """Return the piece sum[index], fp32, which holds the bits of the whole one, since each of its terms does."""

@@ -10,6 +10,9 @@
 The sum is computed twice, so that a dense copy exists of one weight at a time. Since a piece of an update holds the
 bits of the whole one, and scales that shards share are agreed on as in an optimizer step, the bytes are those of one
 process on any number of ranks. A weight whose update is zero everywhere keeps its bytes.
+
+Weights that share one scale with an updated one (`share_scales`) take part without an update: the largest magnitude
+among all of them decides, and those whose scale is another one then are requantized from the values that they hold.
 """
 
 import warnings
@@ -20,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp_hooks.ranks.scale_partners import check_complete, pool
 from fsdp_hooks.scale_sync import (
     MEETING,
     cuts_of,
@@ -28,6 +32,7 @@ from fsdp_hooks.scale_sync import (
     max_over_groups,
     meeting_of,
     parameters_at_rest,
+    partners_of,
     sum_over_groups,
     tell_groups,
 )
@@ -36,7 +41,7 @@ from fsdp_hooks.versions import count_writes
 from fsdp_hooks.wrappers import PlainNames
 from qtensor.merging.low_rank import LowRankUpdate
 from qtensor.merging.merge_report import COLUMNS, MergeReport, line
-from qtensor.merging.weight_merge import Update, WeightMerge, index_of
+from qtensor.merging.weight_merge import Moves, Update, WeightMerge, index_of
 from qtensor.merging.written_memory import why_unwritable
 from qtensor.spec.registry import APPEARANCE_DTYPES
 
@@ -50,8 +55,9 @@ def merge_(
 
     Call it on all ranks, with the same updates. Weights may be quantized or dense, plain or sharded (FSDP2, HSDP, TP,
     FSDP2 x TP); every rank adds its own piece, in fp32. Dense weights are rounded to their dtype, and those of
-    storage="high_precision" agree on the scales of their gathers. The bytes are those of one process. A preserved
-    initial value becomes the merged value, and an amax history begins anew. Optimizers that hold masters of these
+    storage="high_precision" agree on the scales of their gathers. The bytes are those of one process. Weights that
+    share one scale (`share_scales`) get one for all of them, those without an update, too. A preserved initial value
+    becomes the merged value, and an amax history begins anew. Optimizers that hold masters of these
     weights notice the write, as they do any other.
 
     Args:
@@ -66,14 +72,15 @@ def merge_(
 
     Raises:
         ValueError: an update for a weight that does not exist or has another shape, or that gives values that are not
-            finite; a weight that is gathered, on the meta device, or no floating one. On all ranks; nothing has been
-            written.
+            finite; a weight that is gathered, on the meta device, or no floating one; one that shares its scale with
+            another that is not there. On all ranks; nothing has been written.
         RuntimeError: on all ranks of a group, if they have different updates, or one of them failed; nothing has
             been written, unless a callable failed at its second call, which the error says.
 
     Warns:
         UserWarning: less than a tenth of an update survived, or the weight is farther from weight + update than before,
-            since rounding under new scales cost more than the update was.
+            since rounding under new scales cost more than the update was. Not of updates that were trained through the
+            merge (`LowRankUpdate.through_merge`): their training has seen what is written.
 
     Example:
         ```python
@@ -86,6 +93,7 @@ def merge_(
     """
     named = _named(model_or_named_params)
     weights, problems = _find_weights(named, _by_own_names(model_or_named_params, named, updates))
+    problems += _add_partners(named, weights)
     exchange = _MergeExchange(named, weights)
     # the problem may be this rank's alone, while the others are on their way into the all-reduce
     if problems:
@@ -94,15 +102,13 @@ def merge_(
     with torch.no_grad():
         moves, agreed = exchange.agree()
         try:
-            sums = [
-                weight.write_merged(one, moves=yes) for weight, one, yes in zip(weights, agreed, moves, strict=True)
-            ]
+            sums = [weight.write_merged(one, how) for weight, one, how in zip(weights, agreed, moves, strict=True)]
         # some weights are written by now, so that the other ranks have to hear of it
         except Exception:
             exchange.sum_up(None)
             raise
         # parts were written behind the wrapper, so torch has not counted it
-        count_writes(weight.param for weight, yes in zip(weights, moves, strict=True) if yes)
+        count_writes(weight.param for weight, how in zip(weights, moves, strict=True) if how is not Moves.NOTHING)
         report = MergeReport(tuple(exchange.lines(sums)))
     _warn(report)
     return report
@@ -120,7 +126,7 @@ class _MergeExchange:
         there = {name: param for name, param in named.items() if not param.is_meta}
         self.meeting = meeting_of([label_of(*pair) for pair in there.items()], cuts_of(list(there.values())))
         self.device = next((local_of(param).device for param in there.values()), torch.device("cpu"))
-        self.sharing = [number for number, weight in enumerate(weights) if weight.sharing]
+        self.sharing = [number for number, weight in enumerate(weights) if weight.claims]
         texts = [weight.label for weight in weights]
         self.labels = [(text,) for text in texts]
         self.claims = [(f"{texts[number]}, scales",) for number in self.sharing]
@@ -131,8 +137,8 @@ class _MergeExchange:
         """Take the place of `agree` on a rank that failed: the others raise instead of waiting for it."""
         tell_groups([MEETING], [self.meeting], self.device)
 
-    def agree(self) -> tuple[list[bool], list[Tensor | None]]:
-        """Return of each weight whether any element moves, and what its shards agreed on for the scales they share.
+    def agree(self) -> tuple[list[Moves], list[Tensor | None]]:
+        """Return of each weight what moves, and what its shards, and its partners, agreed on for scales they share.
 
         Raises:
             ValueError: on all ranks, if values are not finite.
@@ -160,15 +166,24 @@ class _MergeExchange:
                 "merge_: on another rank an update, or the weight with it, is not finite, see the error there. No "
                 "weight was written"
             )
+        names = [weight.partners and weight.partners.names for weight in self.weights]
+        together = [names[number] for number in self.sharing]
         agreed: list[Tensor | None] = [None] * len(seen)
-        for number, one in zip(self.sharing, largest[len(seen) : -1], strict=True):
+        # weights with partners have a tensor-wide scale, whose amax comes first
+        pooled = pool(together, [1] * len(together), largest[len(seen) : -1])
+        for number, one in zip(self.sharing, pooled, strict=True):
             agreed[number] = one
-        return [bool(moves) for moves, _ in facts], agreed
+        own = [bool(moves) for moves, _ in facts]
+        moving = {group for group, yes in zip(names, own, strict=True) if yes and group}
+        moves = [Moves.of(yes, group in moving) for yes, group in zip(own, names, strict=True)]
+        return moves, agreed
 
     def lines(self, sums: Sequence[Tensor]) -> Iterator[Any]:
         """Yield the entries of the report, from what this rank's pieces add up to."""
         for weight, one in zip(self.weights, self.sum_up(sums), strict=True):
-            yield line(weight.name, weight.param.numel(), one)
+            if weight.update is not None:
+                seen = getattr(weight.update, "through_merge", False)
+                yield line(weight.name, weight.param.numel(), one, through_merge=seen)
 
     def sum_up(self, sums: Sequence[Tensor] | None) -> list[list[float]]:
         """Add up sums over all pieces; return None on a rank that failed while it wrote, so that no other rank waits.
@@ -228,7 +243,28 @@ def _find_weights(named: Mapping[str, Tensor], updates: Mapping[str, Update]) ->
     return weights, problems
 
 
-def _unfit(param: Tensor, update: Update) -> str | None:
+def _add_partners(named: Mapping[str, Tensor], weights: list[WeightMerge]) -> list[str]:
+    """Add those that share one scale with weights, without an update; return why that cannot be, in words."""
+    groups = {weight.partners.names for weight in weights if weight.partners is not None}
+    if not groups:
+        return []
+    problems, known = [], {weight.param for weight in weights}
+    for name, param in named.items():
+        own = partners_of(param)
+        if own is None or own.names not in groups or param in known:
+            continue
+        known.add(param)
+        weights.append(WeightMerge(name, param, local_of(param), None, index_of(param)))
+        if (why := _unfit(param, None)) is not None:
+            problems.append(f"{name}, which shares one scale with updated weights: {why}")
+    try:
+        check_complete(WHAT, [weight.partners for weight in weights])
+    except ValueError as error:
+        problems.append(str(error).removeprefix(f"{WHAT}: "))
+    return problems
+
+
+def _unfit(param: Tensor, update: Update | None) -> str | None:
     """Return why a parameter cannot take an update, in words."""
     if is_gathered(param):
         return "it is gathered for a forward, not a shard; call reshard() on its FSDP module, and take it anew"

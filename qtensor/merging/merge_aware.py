@@ -13,6 +13,9 @@ quantized bytes, the factors as they are.
 Compiled code does not look whether hooks came since it was compiled, and would go on without a merge. So all hooks are
 registered at once, all code is compiled anew behind that, and `start` and `stop` write a flag that is looked at.
 
+Weights that share one scale (`share_scales`) are merged under the one that all of them ask for, so the forward of each
+reads the factors of the others, which must be gathered with it; linears among them without an adapter are hooked, too.
+
 `merge_` must see the factors that the forwards saw. A MixedPrecisionPolicy that gathers fp32 factors in bf16 rounds
 them on the way, which the shards do not show: such a forward raises, unless the user has named that dtype.
 """
@@ -29,10 +32,10 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.module_tracker import ModuleTracker
 
 from fsdp_hooks.scale_sync import parameters_at_rest
-from fsdp_hooks.torch_private import hook_tables
+from qtensor.merging.followers import Follower, Member, any_active, join, shared_of
 from qtensor.merging.low_rank import LowRankUpdate, UpdateSum
-from qtensor.merging.mergeable import HOOKS, active_of, adapted, why_not, why_not_alone
-from qtensor.merging.through_merge import How, Keep, through_merge, why_unfit
+from qtensor.merging.mergeable import Hooked, active_of, adapted, hooks_of, is_left, owner_of, why_not, why_not_alone
+from qtensor.merging.through_merge import How, Keep, Merge, through_merge, why_unfit
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 TRACKER = ModuleTracker()  # never entered; asked whether a backward runs
@@ -44,7 +47,8 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
     Inside the block, or between `start()` and `stop()`, each adapted linear computes with M = requantize(W + s b a),
     and gradients pass straight through the rounding. `merge_(model, aware.updates())` then writes M, bit for bit: what
     is exported is what was trained. `start` and `stop` cost nothing and change no name, so that the last steps of a
-    training may be those through the merge. What was compiled before is compiled anew. Ranks call all of this alike.
+    training may be those through the merge; a save does not hold the switch. What was compiled before is compiled
+    anew. Weights that share one scale (`share_scales`) compute under that of all of them. Ranks call all of this alike.
     With activation checkpointing, backward belongs into the block, too: it computes forwards again.
 
     Args:
@@ -57,8 +61,8 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
     Raises:
         ValueError: there is no adapter of peft, or some cannot be merged in each forward: with dropout, a bias of their
             own, DoRA or another variant; on embeddings, convolutions or stacked experts; on a weight that is trained,
-            tied, stored dense for quantized gathers, or shares its scale with others. All of them by name, with what
-            to do.
+            tied or stored dense for quantized gathers, or one that shares its scale with such. All of them by name,
+            with what to do.
 
     Example:
         ```python
@@ -93,6 +97,13 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
                 seen = {own: layer.lora_A[own] for own in active_of(layer)}
                 dtypes = _factor_dtypes(layer)
                 self._layers.append(_Layer(name, layer, seen, dtypes, layer.base_layer.weight.dtype, *how))
+        bases = {id(layer.layer.base_layer): layer for layer in self._layers}
+
+        def follower(name: str, linear: nn.Linear) -> Follower:
+            return Follower(name, linear, keep, self._switch)
+
+        followers, why = ([], []) if problems else join(model, names, bases, follower)
+        problems += why
         if problems:
             raise ValueError("merge_aware: " + ". ".join(problems) + ". Nothing was changed")
         if not self._layers:
@@ -100,13 +111,17 @@ class merge_aware:  # noqa: N801 - reads as a statement: with merge_aware(model)
                 "merge_aware: the model has no layers with adapters of peft; call it after get_peft_model(). In the "
                 "forward of an adapter of your own call qtensor.linear_through_merge"
             )
-        self._handles = [handle for layer in self._layers for handle in layer.hook()]
+        # the copies of hooks that a copy of a model has compute nothing from now on
+        for owner in {id(own): own for layer in self._layers for own in layer.left()}.values():
+            owner.switch.retire()
+        hooked: list[Hooked] = [*self._layers, *followers]
+        self._handles = [handle for each in hooked for handle in each.hook()]
         if "torch._dynamo" in sys.modules:  # else nothing has been compiled
             torch.compiler.reset()
 
     def start(self) -> None:
         """Compute through the merge from now on."""
-        if not self._handles:
+        if not self._handles or self._switch.retired:
             raise RuntimeError("merge_aware: its hooks were removed; call merge_aware(model) again")
         self._switch.on = True
 
@@ -155,6 +170,10 @@ class _Switch:
 
     on: bool = False
     last: bool = False
+    retired: bool = False  # for good: another one has taken its place
+
+    def retire(self) -> None:
+        self.on, self.retired = False, True
 
     def look(self, name: str) -> None:
         """Raise RuntimeError if a backward computes a forward again, and not as it was."""
@@ -171,7 +190,7 @@ class _Switch:
 
 
 @dataclass(eq=False)
-class _Layer:
+class _Layer(Hooked):
     """A layer of peft, and what was known of it when it was looked at.
 
     known: adapter -> its module of lora_A.
@@ -179,6 +198,8 @@ class _Layer:
     base_dtype: that in which its base weight is stored, or appears if it is quantized.
     switch: of the model.
     inside: whether the layer is in a forward through the merge. `unload` leaves its base in the model, with our hook.
+    trained: whether the last forward with gradients went through the merge.
+    members: all whose weights share the scale of its base, itself among them; none if it has one of its own.
     """
 
     name: str
@@ -190,6 +211,8 @@ class _Layer:
     keep: Keep
     switch: "_Switch"
     inside: bool = False
+    trained: bool = False
+    members: Sequence[Member] = ()
 
     def hook(self) -> Iterator[RemovableHandle]:
         """Register the hooks; first of all that of the layer, behind which FSDP2 may reshard it."""
@@ -208,10 +231,14 @@ class _Layer:
     def look_at(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise before a forward that no merged weight can compute."""
         self.switch.look(self.name)
-        if not self.switch.on or not (names := self.active()):
+        names = self.active()
+        through = self.switch.on and (bool(names) or any_active(self.members))
+        if torch.is_grad_enabled():
+            self.trained = through
+        if not through:
             return
         self.check_known(names)
-        if sum(len(hook_tables(layer.base_layer)[table]) for table in HOOKS) > 1:  # one is ours
+        if any(owner_of(hook) is None for hook in hooks_of(layer.base_layer)):
             raise RuntimeError(
                 f"merge_aware: {self.name}.base_layer has got hooks on its forward since merge_aware(model) looked, "
                 "which a merged product does not run; remove them, or call stop() before such a forward"
@@ -256,9 +283,8 @@ class _Layer:
         """Return the output of the merged layer; RuntimeError if it is not the layer that was looked at."""
         if not self.inside:
             return None
-        names = self.active()
         # here, and not before: a layer that is sharded by itself has been gathered by now
-        self.check_dtypes(names)
+        self.check_dtypes(self.active())
         base = layer.base_layer
         why = why_unfit(base.weight)
         # the parts of a quantized weight are the same whatever it appears as
@@ -270,9 +296,23 @@ class _Layer:
         if why is not None:
             raise RuntimeError(f"merge_aware: {self.name}.base_layer.weight {why}")
         x = args[0] if args else kwargs["x"]
-        factors = [self._rounded(factor) for name in names for factor in self.factors(name)]
-        scalings = tuple(float(layer.scaling[name]) for name in names)
-        return through_merge(x, base.weight, base.bias, factors, How(scalings, self.keep))
+        weight, factors, scalings = self.merging()
+        shared = shared_of(self.name, self.members)
+        return through_merge(x, weight, base.bias, factors, How(scalings, self.keep), shared)
+
+    def merging(self) -> Merge:
+        """Return the base weight and what would be merged into it, as they are at this moment."""
+        names = self.active()
+        self.check_known(names)
+        factors = [factor for name in names for factor in self.factors(name)]
+        if not any(isinstance(factor, DTensor) for factor in factors):  # else `shared_of` raises
+            self.check_dtypes(names)
+        scalings = tuple(float(self.layer.scaling[name]) for name in names)
+        return Merge(self.layer.base_layer.weight, [self._rounded(factor) for factor in factors], scalings)
+
+    def left(self) -> Iterator[Any]:
+        """Yield those whose hooks the layer has from the model that it was copied with."""
+        yield from (owner_of(hook) for hook in hooks_of(self.layer.base_layer) if is_left(hook))
 
     def leave(self, *_: object) -> None:
         """Say that the forward has ended, by an error, too."""
@@ -283,7 +323,8 @@ class _Layer:
         each = []
         for name in names:
             a, b = (self._rounded(_full(factor.detach())) for factor in self.factors(name))
-            each.append(LowRankUpdate(a=a, b=b, scaling=float(self.layer.scaling[name])))
+            scaling = float(self.layer.scaling[name])
+            each.append(LowRankUpdate(a=a, b=b, scaling=scaling, through_merge=self.trained))
         return each[0] if len(each) == 1 else UpdateSum(tuple(each))
 
     def _rounded(self, factor: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class MergedWeight:
         update_norm: |update|.
         merged_norm: |W + update|, of what should have been written.
         error_norm: |W' - (W + update)|, of what rounding added.
+        through_merge: whether the update was trained through the merge, see `LowRankUpdate`.
 
     Example:
         ```python
@@ -49,6 +50,7 @@ class MergedWeight:
     update_norm: float
     merged_norm: float
     error_norm: float
+    through_merge: bool = False
 
     @property
     def relative_error(self) -> float:
@@ -60,14 +62,15 @@ class MergedWeight:
         """Whether rounding took the update back: less than a tenth survived.
 
         Elements may have changed all the same: a scale in fp32 follows the amax, and moves each of them a little. So
-        the error may be up to twice the update; if it is larger, the weight is `worse` instead.
+        the error may be up to twice the update; if it is larger, the weight is `worse` instead. An update that was
+        trained through the merge loses nothing by it: what is written is what its training has computed with.
         """
-        return self.survived < NEARLY_NOTHING and self.error_norm < 2 * self.update_norm
+        return not self.through_merge and self.survived < NEARLY_NOTHING and self.error_norm < 2 * self.update_norm
 
     @property
     def worse(self) -> bool:
-        """Whether W' is farther from W + update than W was, and the update is not `lost`."""
-        return self.error_norm > self.update_norm and not self.lost
+        """Whether W' is farther from W + update than W was, and the update is not `lost`; see there, too."""
+        return not self.through_merge and self.error_norm > self.update_norm and not self.lost
 
     def __str__(self) -> str:
         """Return one line."""
@@ -103,7 +106,7 @@ class MergeReport:
         return "\n".join(map(str, self.weights))
 
 
-def line(name: str, elements: int, sums: Sequence[float]) -> MergedWeight:
+def line(name: str, elements: int, sums: Sequence[float], *, through_merge: bool) -> MergedWeight:
     """Return the entry of a weight, from what its shards add up to (COLUMNS)."""
     arrived, update, error, merged, changed = sums
     return MergedWeight(
@@ -114,4 +117,5 @@ def line(name: str, elements: int, sums: Sequence[float]) -> MergedWeight:
         update_norm=math.sqrt(update),
         merged_norm=math.sqrt(merged),
         error_norm=math.sqrt(error),
+        through_merge=through_merge,
     )

@@ -6,12 +6,48 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_hooks.torch_private import hook_tables, local_of
 from qtensor.merging.through_merge import why_unfit
 
 LIBRARY = "peft.tuners.lora"
 HOOKS = ("forward_pre_hooks", "forward_hooks")  # that a merged product would not run
+
+
+class Hooked:
+    """Whose bound methods are hooks on modules of one model.
+
+    A deepcopy of a model has copies of its hooks, which nobody can switch.
+    """
+
+    made_as: int = 0
+
+    def __post_init__(self) -> None:
+        """Note who it is, which a copy will not be."""
+        self.made_as = id(self)
+
+    def hook(self) -> Iterator[RemovableHandle]:
+        """Register its hooks."""
+        raise NotImplementedError
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks on a module's forward that a merged product would not run."""
+    tables = hook_tables(module)
+    return [hook for name in HOOKS for hook in tables[name].values()]
+
+
+def owner_of(hook: Any) -> Hooked | None:
+    """Return whose hook it is, if it is one of merge_aware."""
+    owner = getattr(hook, "__self__", None)
+    return owner if isinstance(owner, Hooked) else None
+
+
+def is_left(hook: Any) -> bool:
+    """Return whether a hook is one of merge_aware that a copy of its model has got."""
+    owner = owner_of(hook)
+    return owner is not None and owner.made_as != id(owner)
 
 
 def active_of(layer: Any) -> list[str]:
@@ -55,23 +91,28 @@ def _why_not_layer(layer: Any, base: nn.Linear) -> Iterator[str]:
             "fully_shard has taken a module inside of it, which is not gathered when the others need it; call "
             "fully_shard on the layer, or on a module around it"
         )
-    if any(hook_tables(base)[table] for table in HOOKS):
+    if not all(map(is_left, hooks_of(base))):
         yield (
             "its base layer has hooks on its forward, as tensor parallelism and rotated inputs put there, which a "
             "merged product would not run; remove them (those of an earlier merge_aware by its remove()), or leave it "
             "out"
         )
-    weight = base.weight
+    if why := _why_unfit_weight(base.weight):
+        yield f"its base weight {why}"
+
+
+def _why_unfit_weight(weight: Any) -> str | None:
     local: Any = local_of(weight)
     # its shard, if it is sharded: what is known of that is known of the gathered weight
-    if why := why_unfit(local if weight.requires_grad is local.requires_grad else local.detach()):
-        yield f"its base weight {why}"
-    if getattr(local, "_partners", None) is not None:
-        yield (
-            "share_scales says that its base weight has one scale with others, so that sync_scales would requantize "
-            "what was merged; adapt weights that share none, or leave share_scales out and export with "
-            'fused_scales="requantize"'
-        )
+    return why_unfit(local if weight.requires_grad is local.requires_grad else local.detach())
+
+
+def why_not_linear(module: Any) -> Iterator[str]:
+    """Yield what keeps a linear without an adapter from following the scale of adapted ones, and what to do."""
+    if not isinstance(module, nn.Linear) or getattr(module.forward, "__func__", None) is not nn.Linear.forward:
+        yield f"it is a {type(module).__name__}, expected torch.nn.Linear with its own forward; share no scale with it"
+    elif why := _why_unfit_weight(module.weight):
+        yield f"its weight {why}"
 
 
 def why_not_alone(names: Sequence[str]) -> Iterator[str]:

@@ -15,10 +15,12 @@ Backward keeps x, the factors and W, which are there anyway (under FSDP2 they ar
 when it needs M; or it keeps M, as quantized as W is, if asked to. In a compiled graph a merge is one operation: a
 compiler might fuse a product with its sum, which rounds once less, and so give other bytes. That of backward takes the
 gradient as an operand, so that M is not kept from forward on; late_decode.py tells the same story.
+
+A weight that shares its scale with others (`share_scales`) gets the one that all of them ask for once they are merged,
+so a forward needs the partners and their updates, too; see merged_parts.py.
 """
 
 import functools
-import json
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -28,27 +30,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.torch_private import constant_in_graphs, is_tracing, without_torch_function
-from qtensor.merging.low_rank import LowRankUpdate, UpdateSum
-from qtensor.numerics import kernels
+from fsdp_hooks.ranks.scale_partners import check_complete
+from fsdp_hooks.torch_private import constant_in_graphs
+from qtensor.merging.low_rank import LowRankUpdate
+from qtensor.merging.merged_parts import merged_weight, seen_of, together
 from qtensor.products.linear import input_gradient
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.lens import OWN
-from qtensor.spec.recipes import Recipe
-from qtensor.spec.registry import APPEARANCE_DTYPES, specs_of
-from qtensor.tensor.contents import parts_per_row
+from qtensor.spec.registry import APPEARANCE_DTYPES
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 Keep = Literal["nothing", "merged"]
-DENSE = ""  # in the place of a recipe
+Updates = LowRankUpdate | Sequence[LowRankUpdate]
+WHAT = "linear_through_merge"
 
 
-def linear_through_merge(
+def linear_through_merge(  # noqa: PLR0913 - the operands of F.linear, and what is merged
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    updates: LowRankUpdate | Sequence[LowRankUpdate],
+    updates: Updates,
     *,
+    partners: Sequence[tuple[Tensor, Updates]] = (),
     keep: Keep = "nothing",
 ) -> Tensor:
     """Compute F.linear(x, M, bias) with the weight M that `merge_` makes of `weight` and `updates`, bit for bit.
@@ -60,7 +63,10 @@ def linear_through_merge(
         x: [.., K], bf16, fp16 or fp32.
         weight: [N, K], quantized or dense, not sharded: in a forward under FSDP2 it is the gathered one.
         bias: [N] or None.
-        updates: factors of [N, K]; several are added in their order. What is trained are the tensors in them.
+        updates: factors of [N, K]; several are added in their order. What is trained are the tensors in them. None, as
+            (), for a weight that only follows the scale of its partners.
+        partners: of a weight that shares its scale (`share_scales`), all others of its group, each with its own updates
+            (() if it has none). They decide the scale; no gradient reaches them here.
         keep: what backward finds of the merged weight. "nothing": it merges again. "merged": its quantized bytes stay
             from forward to backward, as many as those of `weight`, beside it, in each layer.
 
@@ -68,8 +74,9 @@ def linear_through_merge(
         [.., N], in the dtype of F.linear.
 
     Raises:
-        ValueError: an update has another shape than the weight, there is none, or `keep` is not known.
-        TypeError: the weight is sharded, stored dense for quantized gathers, or trained itself.
+        ValueError: an update has another shape than the weight, there is none, partners are missing or are not its own,
+            or `keep` is not known.
+        TypeError: a weight is sharded, stored dense for quantized gathers, or trained itself.
 
     Example:
         ```python
@@ -81,20 +88,42 @@ def linear_through_merge(
         torch.Size([32, 4])
         ```
     """
-    each = (updates,) if isinstance(updates, LowRankUpdate) else tuple(updates)
-    if not each:
-        raise ValueError("linear_through_merge: no update is given; call F.linear")
     if keep not in ("nothing", "merged"):
-        raise ValueError(f'linear_through_merge: keep={keep!r} is not known; expected "nothing" or "merged"')
+        raise ValueError(f'{WHAT}: keep={keep!r} is not known; expected "nothing" or "merged"')
+    own, others = _checked(weight, updates), [_checked(*partner) for partner in partners]
+    _check_partners(weight, [partner for partner, _ in partners])
+    if not own.factors and not partners:
+        raise ValueError(f"{WHAT}: no update is given; call F.linear")
+    shared = together(seen_of(*merge) for merge in (own, *others)) if partners else None
+    return through_merge(x, own.weight, bias, own.factors, How(own.scalings, keep), shared)
+
+
+class Merge(NamedTuple):
+    """A weight [N, K], and what is merged into it: a and b of each update, one after the other, and its scaling."""
+
+    weight: Tensor
+    factors: list[Tensor]
+    scalings: tuple[float, ...]
+
+
+def _checked(weight: Tensor, updates: Updates) -> Merge:
+    """Return a weight with its updates. Raises as `linear_through_merge` does."""
+    each = (updates,) if isinstance(updates, LowRankUpdate) else tuple(updates)
     if (why := why_unfit(weight)) is not None:
-        raise TypeError(f"linear_through_merge: the weight {why}")
+        raise TypeError(f"{WHAT}: the weight {why}")
     for update in each:
         if update.shape != tuple(weight.shape):
-            raise ValueError(
-                f"linear_through_merge: an update has shape {update.shape}, the weight {tuple(weight.shape)}"
-            )
+            raise ValueError(f"{WHAT}: an update has shape {update.shape}, the weight {tuple(weight.shape)}")
     factors = [factor for update in each for factor in (update.a, update.b)]
-    return through_merge(x, weight, bias, factors, How(tuple(update.scaling for update in each), keep))
+    return Merge(weight, factors, tuple(update.scaling for update in each))
+
+
+def _check_partners(weight: Tensor, others: Sequence[Tensor]) -> None:
+    """Raise ValueError if these are not all with which a weight shares its scale."""
+    own, *theirs = (getattr(each, "_partners", None) for each in (weight, *others))
+    if any(one is None or own is None or one.names != own.names for one in theirs):
+        raise ValueError(f"{WHAT}: `partners` has a weight that shares no scale with this one; see share_scales")
+    check_complete(WHAT, [own, *theirs], "`partners`")
 
 
 def why_unfit(weight: Tensor) -> str | None:
@@ -126,12 +155,14 @@ class How(NamedTuple):
     keep: Keep
 
 
-def through_merge(x: Tensor, weight: Tensor, bias: Tensor | None, factors: Sequence[Tensor], how: How) -> Tensor:
-    """Do `linear_through_merge`, without its checks; `factors` are a and b of each update, one after the other."""
+def through_merge(  # noqa: PLR0913, PLR0917 - the operands of a product, and how
+    x: Tensor, weight: Tensor, bias: Tensor | None, factors: Sequence[Tensor], how: How, shared: Tensor | None
+) -> Tensor:
+    """Do `linear_through_merge`, without its checks; `factors` as in `Merge`, `shared` is that of `together`."""
     # dynamo sees one call, as it does of F.linear: it could not look into a quantized weight
     if torch.compiler.is_dynamo_compiling():
         _let_into_graphs()
-    return _through_merge(x, weight, bias, factors, how.scalings, how.keep)
+    return _through_merge(x, weight, bias, factors, how.scalings, how.keep, shared)
 
 
 @constant_in_graphs  # so it is called while dynamo traces, and an import of this module does not import dynamo
@@ -140,25 +171,38 @@ def _let_into_graphs() -> None:
 
 
 def _through_merge(  # noqa: PLR0913, PLR0917 - what a graph can hold: tensors and numbers
-    x: Tensor, weight: Tensor, bias: Tensor | None, factors: Sequence[Tensor], scalings: Sequence[float], keep: Keep
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    factors: Sequence[Tensor],
+    scalings: Sequence[float],
+    keep: Keep,
+    shared: Tensor | None,
 ) -> Tensor:
     if not torch.is_grad_enabled():
-        return F.linear(x, merged_weight(weight, factors, scalings), bias)
+        return F.linear(x, merged_weight(weight, factors, scalings, shared=shared), bias)
     how = How(tuple(scalings), keep)
-    return ThroughMerge.apply(x, weight, bias, how, *factors)  # type: ignore[no-any-return, no-untyped-call]
+    return ThroughMerge.apply(x, weight, bias, how, shared, *factors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+OPERANDS = 5  # of ThroughMerge, before the factors
 
 
 class ThroughMerge(torch.autograd.Function):
     """The products of a linear layer around a weight that is merged on the way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, *factors: Tensor) -> Tensor:
+    def forward(  # noqa: PLR0913, PLR0917 - the operands of a product, and how
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, shared: Tensor | None, *factors: Tensor
+    ) -> Tensor:
         """Return the output [.., N] from x [.., K], weight [N, K], bias [N] or None, and a, b of each update."""
-        merged = merged_weight(weight, factors, how.scalings)
+        merged = merged_weight(weight, factors, how.scalings, shared=shared)
         y = F.linear(x, merged, bias)
-        of_x, of_factors = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
+        of_x, of_factors = ctx.needs_input_grad[0], any(ctx.needs_input_grad[OPERANDS:])
         kept = merged if of_x and how.keep == "merged" else None
-        ctx.save_for_backward(x if of_factors else None, weight if of_x and kept is None else None, kept, *factors)
+        again = of_x and kept is None
+        saved = x if of_factors else None, weight if again else None, kept, shared if again else None
+        ctx.save_for_backward(*saved, *factors)
         ctx.how, ctx.x_dtype, ctx.bias_dtype = how, x.dtype, None if bias is None else bias.dtype
         return y
 
@@ -167,11 +211,12 @@ class ThroughMerge(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """Return the gradients of x, the bias and the factors from that of the output, [.., N]."""
         (grad,) = grads
-        x, weight, merged, *factors = ctx.saved_tensors
+        x, weight, merged, shared, *factors = ctx.saved_tensors
         needs, scalings = ctx.needs_input_grad, ctx.how.scalings
         dx = db = None
         if needs[0]:
-            merged = merged_weight(weight, factors, scalings, after=grad) if merged is None else merged
+            if merged is None:
+                merged = merged_weight(weight, factors, scalings, shared=shared, after=grad)
             dx = input_gradient(grad, merged).to(ctx.x_dtype)
             merged = None  # the products below are not larger than it
         if needs[2]:
@@ -179,8 +224,8 @@ class ThroughMerge(torch.autograd.Function):
         of_factors: list[Tensor | None] = []
         for number, scaling in enumerate(scalings):
             pair = slice(2 * number, 2 * number + 2)
-            of_factors += _factor_gradients(grad, x, factors[pair], scaling, needs[4:][pair])
-        return dx, None, db, None, *of_factors
+            of_factors += _factor_gradients(grad, x, factors[pair], scaling, needs[OPERANDS:][pair])
+        return dx, None, db, None, None, *of_factors
 
 
 def _factor_gradients(
@@ -196,97 +241,3 @@ def _factor_gradients(
     da = (dy @ b.to(dtype)).mul_(scaling).T @ tokens if of_a else None
     db = dy.T @ (tokens @ a.to(dtype).T).mul_(scaling) if of_b else None
     return None if da is None else da.to(a.dtype), None if db is None else db.to(b.dtype)
-
-
-# -- the merge ---------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def merged_weight(
-    weight: Tensor, factors: Sequence[Tensor], scalings: Sequence[float], *, after: Tensor | None = None
-) -> Tensor:
-    """Return the weight that `merge_` would write, of the kind that `weight` is; a weight that nothing moves stays.
-
-    after: what a compiled graph must have before it merges, see the module's docstring.
-    """
-    with without_torch_function():
-        if not isinstance(weight, QuantizedTensor):
-            (values,) = _merge([weight.detach()], factors, scalings, None, after)
-            return values
-        recipe = weight.recipe.stored
-        parts = parts_per_row(weight)
-        held = [parts[spec.name] for spec in specs_of(recipe)]
-        new = _merge(held, factors, scalings, recipe, after)
-        named = {spec.name: part for spec, part in zip(specs_of(recipe), new, strict=True)}
-        return type(weight)(named, weight.recipe, weight.dtype)
-
-
-def _merge(
-    held: Sequence[Tensor],
-    factors: Sequence[Tensor],
-    scalings: Sequence[float],
-    recipe: Recipe | None,
-    after: Tensor | None,
-) -> Sequence[Tensor]:
-    if not is_tracing():
-        return merged_parts(held, factors, scalings, recipe)
-    waits = [] if after is None else [after]
-    plain = [factor.detach() for factor in factors]
-    return torch.ops.qtensor.merged_parts(list(held), plain, list(scalings), _text(recipe), waits)  # type: ignore[no-any-return]
-
-
-def merged_parts(
-    held: Sequence[Tensor], factors: Sequence[Tensor], scalings: Sequence[float], recipe: Recipe | None
-) -> list[Tensor]:
-    """Return new parts of a weight, in the order of the format, or the dense one [N, K] if it has no recipe."""
-    each = [
-        LowRankUpdate(a=a, b=b, scaling=scaling)
-        for a, b, scaling in zip(factors[::2], factors[1::2], scalings, strict=True)
-    ]
-    rows, columns = each[0].shape
-    change = UpdateSum(tuple(each))((slice(0, rows), slice(0, columns)))  # fp32 [N, K]
-    # else writing its own values could choose other codes; told on the device, where nobody waits for it
-    moves = (change != 0).any()
-    if recipe is None:
-        values = held[0].to(torch.float32).add_(change) if held[0].dtype != torch.float32 else held[0] + change
-        return [torch.where(moves, values.to(held[0].dtype), held[0])]
-    names = [spec.name for spec in specs_of(recipe)]
-    change.add_(kernels.decode(dict(zip(names, held, strict=True)), recipe, torch.float32))
-    new = kernels.encode(change, recipe)
-    return [_chosen(moves, new[name], part) for name, part in zip(names, held, strict=True)]
-
-
-def _chosen(moves: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Return `new` if the update moves any element, else `old`, in the shape of `old`; a tensor of its own."""
-    dtype = old.dtype
-    # as bytes, since torch.where does not support float8
-    if dtype.itemsize == 1:
-        new, old = new.view(torch.uint8), old.view(torch.uint8)
-    return torch.where(moves, new, old).view(dtype)
-
-
-@constant_in_graphs
-@functools.cache
-def _text(recipe: Recipe | None) -> str:
-    """Return a text that another process understands, too: it may find this graph, compiled, in a cache on disk."""
-    return DENSE if recipe is None else json.dumps(recipe.to_json())
-
-
-@functools.cache
-def _recipe(text: str) -> Recipe | None:
-    return None if text == DENSE else Recipe.from_json(json.loads(text))
-
-
-@torch.library.custom_op("qtensor::merged_parts", mutates_args=())
-def _merged_parts(
-    held: list[Tensor], factors: list[Tensor], scalings: list[float], recipe: str, after: list[Tensor]
-) -> list[Tensor]:
-    """Compute `merged_parts`."""
-    return merged_parts(held, factors, scalings, _recipe(recipe))
-
-
-@_merged_parts.register_fake
-def _(
-    held: list[Tensor], factors: list[Tensor], scalings: list[float], recipe: str, after: list[Tensor]
-) -> list[Tensor]:
-    return [torch.empty_like(part, memory_format=torch.contiguous_format) for part in held]

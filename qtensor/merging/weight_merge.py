@@ -6,6 +6,7 @@
 `merge.py` does both for all weights, with one all-reduce after each.
 """
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,18 +17,35 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_hooks.scale_sync import groups_of, groups_sharing, label_of, scales_of
+from fsdp_hooks.ranks.scale_partners import Partners
+from fsdp_hooks.scale_sync import groups_of, groups_sharing, label_of, partners_of, scales_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
 from qtensor.merging.low_rank import LowRankUpdate
 from qtensor.merging.merge_report import COLUMNS
 from qtensor.numerics.tiles import chunk_of
-from qtensor.scales.agreement import claim_of, decide
+from qtensor.scales.agreement import claim_of, decide, scale_of
 from qtensor.scales.cut_blocks import CutBlocks, cut_blocks_of
 from qtensor.scales.high_precision import HighPrecisionWeight
-from qtensor.tensor.contents import decode, write
+from qtensor.tensor.contents import decode, shared_scale, write
 from qtensor.tensor.quantized_tensor import QuantizedTensor
 
 Update = LowRankUpdate | Callable[[tuple[slice, ...]], Tensor]
+
+
+class Moves(enum.Enum):
+    """What moves of a weight, on any rank."""
+
+    NOTHING = "nothing"  # it keeps its bytes
+    PARTNERS = "partners"  # another weight that shares its scale: the scale may be another one now
+    ITSELF = "itself"
+
+    @classmethod
+    def of(cls, own: bool, partners: bool) -> "Moves":  # noqa: FBT001 - two answers, side by side
+        """Return what moves, if any element of the weight does, and any of all that share its scale."""
+        if own:
+            return cls.ITSELF
+        return cls.PARTNERS if partners else cls.NOTHING
+
 
 FACTS = 2  # of each weight: whether an update is not zero, whether a value is not finite
 
@@ -38,13 +56,14 @@ class WeightMerge:
 
     Attributes:
         local: the parameter's local tensor: a QuantizedTensor, a HighPrecisionWeight or a plain tensor.
+        update: None for one that only shares its scale with others, which have updates.
         index: the place of the local tensor in the whole weight.
     """
 
     name: str
     param: Tensor
     local: Any
-    update: Update
+    update: Update | None
     index: tuple[slice, ...]
 
     @cached_property
@@ -57,6 +76,16 @@ class WeightMerge:
         """The groups over which its shards share scales."""
         return groups_sharing(self.param)
 
+    @property
+    def partners(self) -> Partners | None:
+        """The weights with which it shares its tensor-wide scale."""
+        return partners_of(self.param)
+
+    @property
+    def claims(self) -> bool:
+        """Whether it has a scale in common with other shards or weights."""
+        return bool(self.sharing) or self.partners is not None
+
     @cached_property
     def cut(self) -> CutBlocks | None:
         """The square blocks that its shards cut."""
@@ -67,6 +96,8 @@ class WeightMerge:
     def label(self) -> str:
         """What must be equal on all ranks."""
         update = self.update
+        if update is None:
+            return f"{label_of(self.name, self.param)}, no update"
         how = f"of rank {update.a.shape[-2]} times {update.scaling}" if isinstance(update, LowRankUpdate) else "called"
         return f"{label_of(self.name, self.param)}, update {how}"
 
@@ -79,6 +110,8 @@ class WeightMerge:
 
     def change(self) -> Tensor:
         """Return this rank's piece of the update, fp32."""
+        if self.update is None:
+            return torch.zeros(self.local.shape, dtype=torch.float32, device=self.local.device)
         piece = self.update(self.index)
         if tuple(piece.shape) != tuple(self.local.shape):
             raise ValueError(
@@ -94,15 +127,22 @@ class WeightMerge:
         # a weight may hold NaN already
         broken = ~change.isfinite() | (~wanted.isfinite() & before.isfinite())
         facts = torch.stack([(change != 0).any(), broken.any()]).to(torch.float32)
-        return facts, claim_of(wanted, self.local.recipe, self.cut) if self.sharing else None
+        return facts, claim_of(wanted, self.local.recipe, self.cut) if self.claims else None
 
-    def write_merged(self, agreed: Tensor | None, *, moves: bool) -> Tensor:
-        """Write the sum under what was agreed on, if the update moves any element; return fp64 [COLUMNS]."""
+    def write_merged(self, agreed: Tensor | None, moves: Moves) -> Tensor:
+        """Write the sum under what was agreed on, unless nothing moves; return fp64 [COLUMNS]."""
         before, change = self.values(), self.change()
         # a weight that nothing moves keeps its bytes: writing its own values could choose other codes
-        if moves:
+        writes = moves is Moves.ITSELF or (moves is Moves.PARTNERS and self._gets_another_scale(agreed))
+        if writes:
             self._write(self._in_own_dtype(before + change), agreed)
-        return _sums(before, change, self.values() if moves else before)
+        return _sums(before, change, self.values() if writes else before)
+
+    def _gets_another_scale(self, agreed: Tensor | None) -> bool:
+        if not isinstance(self.local, QuantizedTensor):
+            return True  # no byte of it changes
+        assert agreed is not None
+        return bool(scale_of(agreed[0], self.local.recipe) != shared_scale(self.local))
 
     def _in_own_dtype(self, values: Tensor) -> Tensor:
         """Return fp32 values in the dtype in which a dense weight keeps them."""

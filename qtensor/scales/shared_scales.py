@@ -30,8 +30,9 @@ def share_scales(model: nn.Module, groups: Iterable[Sequence[str]]) -> list[tupl
     nothing. From then on `fsdp_hooks.sync_scales`, `MasterWeightOptimizer` and loads of dense values give the weights
     of a group the scale that the largest magnitude among all of them asks for, whatever their sharding and without
     another collective. So linears that engines fuse are trained and stored under the scale with which they are
-    exported. What writes weights one by one (their initialisation, `copy_`, `merge_`, an ordinary optimizer, a load of
-    some of them, a checkpoint in which they share none) leaves each with a scale of its own: call `sync_scales`.
+    exported. `merge_` does the same. What writes weights one by one (their initialisation, `copy_`, an ordinary
+    optimizer, a load of some of them, a checkpoint in which they share none) leaves each with a scale of its own: call
+    `sync_scales`.
 
     Args:
         model: with quantized weights, in either storage, on any device.

@@ -289,11 +289,11 @@ def numerics(path: Path) -> None:
 
 
 def merge_aware_lora(path: Path) -> None:
-    def steps(model: nn.Module) -> None:
+    def trains(model: nn.Module) -> None:
         train(model, torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.5))
 
-    names = namespace(build_model=Model, steps=steps, torch=torch)
-    names = page("merge_aware_lora.md").run(names, dots=("steps(model)", "steps(model)"))
+    names = namespace(build_model=Model, trains=trains, torch=torch)
+    names = page("merge_aware_lora.md").run(names, dots=("trains(model)",))
     assert len(names["plain"].state_dict()) == len(Model().state_dict())
     assert isinstance(names["plain"].layers[0].mlp.up_proj.weight, QuantizedTensor)
     assert names["layer"].a.grad is not None

@@ -7,6 +7,7 @@ are exact in any order.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from typing import Any
 
@@ -24,8 +25,8 @@ from qtensor import (
     merge_,
     merge_aware,
     quantized_model_init,
-    share_scales,
 )
+from qtensor.merging.low_rank import UpdateSum
 from tests.qtensor.recipes_under_test import every_main_recipe
 
 NVFP4 = NVFP4BlockScaling()
@@ -164,6 +165,97 @@ def test_a_switch_that_is_off_computes_what_peft_computes() -> None:
     assert torch.equal(model(X), plain)
     with pytest.raises(RuntimeError, match=r"its hooks were removed; call merge_aware\(model\) again"):
         aware.start()
+
+
+def fresh(*, rate: float = 1e-4) -> Any:
+    """A model whose adapters are trained by so little that all of it is smaller than half a step."""
+    model = adapted(MXFP4BlockScaling(), init_lora_weights=True, target_modules=["up", "down"])
+    return model, torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=rate)
+
+
+def step(model: Any, optimizer: Any) -> None:
+    model(X).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_merge_warns_of_no_loss_that_the_training_has_seen() -> None:
+    """Warnings are errors here: a lost update is one, unless its last step went through the merge."""
+    model, optimizer = fresh()
+    aware = merge_aware(model)
+    aware.start()
+    step(model, optimizer)
+    aware.stop()
+    with torch.no_grad():
+        model(X)  # looks at the adapters beside their weights, and trains nothing
+    updates: Any = aware.updates()
+    assert all(update.through_merge for update in updates.values())
+    report = merge_(copy.deepcopy(model), updates)
+    assert all(line.through_merge and not line.lost and not line.worse for line in report.weights)
+    assert max(line.survived for line in report.weights) < 0.1, "the share itself is told as it is"
+    step(model, optimizer)
+    updates = aware.updates()
+    assert not any(update.through_merge for update in updates.values())
+    with pytest.warns(UserWarning, match="rounding took the update back from .*up.base_layer.weight, .*down"):
+        report = merge_(copy.deepcopy(model), updates)
+    assert all(line.lost for line in report.weights)
+
+
+def test_merge_warns_of_the_weights_that_were_not_trained_through_it() -> None:
+    model, optimizer = fresh()
+    aware = merge_aware(model)
+    model.base_model.model.up.enable_adapters(False)  # as its last forward with gradients has it
+    with aware:
+        step(model, optimizer)
+    model.base_model.model.up.enable_adapters(True)
+    with torch.no_grad():
+        model.base_model.model.up.lora_B.default.weight.fill_(1e-5)
+    updates: Any = aware.updates()
+    assert [update.through_merge for update in updates.values()] == [False, True]
+    with pytest.warns(
+        UserWarning, match=r"took the update back from base_model\.model\.up\.base_layer\.weight: nearly"
+    ):
+        merge_(model, updates)
+
+
+def test_a_sum_was_trained_through_the_merge_if_all_of_it_was() -> None:
+    model = adapted(target_modules=["up"])
+    model.add_adapter("second", lora(r=2, target_modules=["up"]))
+    model.base_model.set_adapter(["default", "second"])
+    with merge_aware(model) as aware:
+        model(X)
+    (update,) = aware.updates().values()
+    assert update.through_merge  # type: ignore[attr-defined]
+    first, second = update.updates  # type: ignore[attr-defined]
+    assert not UpdateSum((first, dataclasses.replace(second, through_merge=False))).through_merge
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_copy_of_a_model_gets_a_switch_of_its_own(on: bool) -> None:
+    """The copies of hooks cannot be switched by anybody, and compute nothing once the copy has another switch."""
+    model = adapted()
+    plain, aware = model(X), merge_aware(model)
+    if on:
+        aware.start()
+    both = copy.deepcopy((model, aware))
+    copied, lost = both
+    mine = merge_aware(copied)
+    assert torch.equal(copied(X), plain)
+    with mine:
+        through = copied(X)
+        step(copied, torch.optim.SGD(copied.parameters(), lr=0.5))
+        assert not torch.equal(copied(X), through), "it has adapters of its own"
+    assert not torch.equal(through, plain)
+    assert torch.equal(model(X), through if on else plain), "the model that was copied goes on"
+    with pytest.raises(RuntimeError, match=r"its hooks were removed; call merge_aware\(model\) again"):
+        lost.start()
+    again = merge_aware(copy.deepcopy(copied))  # a copy of a copy
+    with again:
+        again._model(X)
+    with pytest.raises(ValueError, match="its base layer has hooks"):
+        merge_aware(copied)
+    mine.remove()
+    merge_aware(copied)
 
 
 def test_a_base_that_leaves_its_layer_computes_by_itself() -> None:
@@ -310,14 +402,6 @@ def _trained_base() -> Any:
     return model
 
 
-def _sharing() -> Any:
-    net = Net(NVFP4)
-    net.other = nn.Linear(64, 96)
-    net.other.weight = copy.deepcopy(net.up.weight)
-    share_scales(net, [["up", "other"]])
-    return get_peft_model(net, lora(target_modules=["up"]))
-
-
 def _tied() -> Any:
     net = Net(NVFP4)
     net.table = nn.Embedding(32, 64)
@@ -362,7 +446,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "dense storage": (_dense_storage, "its base weight is stored dense"),
     "a base that is trained": (_trained_base, r"model\.up: its base weight is trained itself"),
-    "a shared scale": (_sharing, "share_scales says that its base weight has one scale with others"),
     "a tied weight": (_tied, r"is tied, as base_model\.model\.table\.weight and base_model\.model\.dense\.base_layer"),
     "hooks on the base": (_hooked, r"its base layer has hooks on its forward.*by its remove\(\)"),
     "adapters that are merged": (_merged, r"peft has merged its adapters into the weight; call unmerge_adapter\(\)"),

@@ -26,7 +26,7 @@ from qtensor import (
     quantize,
 )
 from qtensor.merging.low_rank import UpdateSum
-from qtensor.merging.through_merge import merged_weight
+from qtensor.merging.merged_parts import merged_weight
 from qtensor.scales.high_precision import HighPrecisionWeight
 from tests.qtensor.recipes_under_test import all_recipes, every_recipe, main_recipes, same_bytes, same_parts, weight
 

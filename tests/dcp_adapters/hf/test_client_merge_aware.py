@@ -23,20 +23,19 @@ from torch import Tensor
 from dcp_adapters import export_hf
 from qtensor import QuantizedTensor, merge_, merge_aware
 from tests.dcp_adapters.hf.exports import assert_equal, linears, loaded
-from tests.dcp_adapters.hf.test_client_qat import NVFP4, WEIGHTS, built, loss_of, start
+from tests.dcp_adapters.hf.test_client_qat import WEIGHTS, built, loss_of, start
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks
 
-# q, k, v and gate, up share NVFP4's global scale with one another, so that only these two take adapters there
-ADAPTED = {"nvfp4": ["o_proj", "down_proj"]}
+# q, k, v and gate, up share NVFP4's global scale with one another
+SOME = ["q_proj", "v_proj", "down_proj"]  # k follows q and v
 
 
-def trained(name: str) -> tuple[Any, Any, Tensor]:
+def trained(name: str, targets: Any) -> tuple[Any, Any, Tensor]:
     """A model of peft, its switch, and its loss through the merge after three steps."""
     base = built(WEIGHTS[name], "quantized", torch.bfloat16)
     base.load_state_dict(start(torch.bfloat16))
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=ADAPTED.get(name, "all-linear"))
-    model = get_peft_model(base, config)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=2e-2)
     with merge_aware(model) as aware:
         first = loss_of(model)
@@ -49,14 +48,17 @@ def trained(name: str) -> tuple[Any, Any, Tensor]:
     return model, aware, last
 
 
-@sampled("name", ["float8_row", "float8_block", "mxfp8", "mxfp4", "int4", "nvfp4"], ["float8_row", "mxfp4", "nvfp4"])
-@pytest.mark.filterwarnings("ignore:merge_. .* farther from weight:UserWarning")  # INT4 is always rounded once more
-def test_the_loss_of_the_exported_model_is_that_of_the_training(name: str, tmp_path: Path) -> None:
-    model, aware, loss = trained(name)
+CASES = [(name, "all-linear") for name in ("float8_row", "float8_block", "mxfp8", "mxfp4", "int4", "nvfp4")]
+KEPT = [("float8_row", "all-linear"), ("mxfp4", "all-linear"), ("nvfp4", "all-linear"), ("nvfp4", SOME)]
+
+
+@sampled(("name", "targets"), [*CASES, KEPT[-1]], KEPT)
+def test_the_loss_of_the_exported_model_is_that_of_the_training(name: str, targets: Any, tmp_path: Path) -> None:
+    model, aware, loss = trained(name, targets)
     with torch.no_grad():
         beside = loss_of(model)
     report = merge_(model, aware.updates())
-    assert len(report.weights) == 2 * len(ADAPTED.get(name, range(7)))
+    assert len(report.weights) == 2 * (7 if targets == "all-linear" else len(targets))
     merged = model.unload()
     export_hf(merged, tmp_path / "out", progress=False)
     client = loaded(tmp_path / "out", dequantize=True)
@@ -67,9 +69,3 @@ def test_the_loss_of_the_exported_model_is_that_of_the_training(name: str, tmp_p
     with torch.no_grad():
         assert torch.equal(loss_of(client), loss)
     assert beside != loss, "base and adapter beside one another have another loss"
-
-
-def test_nvfp4_adapters_on_linears_that_share_a_scale_are_refused() -> None:
-    model = get_peft_model(built(NVFP4, "quantized", torch.bfloat16), LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"q_proj: share_scales says that its base weight has one scale with others"):
-        merge_aware(model)
