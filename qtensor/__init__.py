@@ -66,6 +66,7 @@ from qtensor.ops.stochastic import stochastic_rounding
 from qtensor.optim.master_weights import MasterWeightOptimizer
 from qtensor.products import linear, matmul  # noqa: F401 - likewise
 from qtensor.products.decode_once import decode_once
+from qtensor.products.grouped import calls  # noqa: F401 - likewise
 from qtensor.products.input_rotation import InputRotation
 from qtensor.scales.high_precision import rebuild_dense
 from qtensor.scales.shared_scales import share_scales

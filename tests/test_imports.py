@@ -47,6 +47,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
             "tensor",
             "ops",
             "products",
+            "products.grouped",
             "formats",
         ),
         *(

@@ -17,7 +17,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import (  # type: ignore[attr-defined] # torch's stubs lack grouped products
+    ScalingType,
+    scaled_grouped_mm,
+    scaled_mm,
+)
 
 from qtensor.numerics import transposing
 from qtensor.numerics.fineness import Fineness, fineness, fits
@@ -26,7 +30,7 @@ from qtensor.spec.blocks import BlockFacts, encoding_scale, finite, quotient
 from qtensor.spec.codecs import fp8
 from qtensor.spec.codecs.fp8 import ELEMENTS
 from qtensor.spec.codecs.rounding import power_of_two_floor
-from qtensor.spec.format import Format, Grain, PartSpec, Route
+from qtensor.spec.format import Format, Grain, GroupedRoute, PartSpec, Route
 from qtensor.spec.recipes import Recipe, check_choice
 from qtensor.spec.registry import register
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -167,13 +171,18 @@ class Float8(Format):
         self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling, multiple: int
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The same elements with scales of 1; the scales are factors of the rows, which become columns."""
-        payload = transposing.turned(parts["payload"], multiple)  # [K, N padded]
-        ones = torch.ones((payload.shape[0], 1), dtype=torch.float32, device=payload.device)
+        payload = parts["payload"]  # [.., N, K] -> [.., K, N padded]
+        if payload.ndim == 2:
+            payload = transposing.turned(payload, multiple)
+        else:
+            payload = transposing.padded(payload.transpose(-2, -1), multiple)
+        ones = torch.ones((*payload.shape[:-1], 1), dtype=torch.float32, device=payload.device)
         return {"payload": payload, "scale": ones}, self.column_factors(parts, recipe)
 
     def column_factors(self, parts: Mapping[str, Tensor], recipe: Float8CurrentScaling) -> Tensor:
         """The scales."""
-        return parts["scale"].reshape(1, -1)
+        scale = parts["scale"]
+        return scale.transpose(-2, -1) if scale.ndim else scale.reshape(1, 1)
 
 
 def grid_of(amax: Tensor, element: str, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -228,6 +237,47 @@ def multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dtyp
     )
 
 
-ROUTE = Route(multiply=multiply, capabilities=CAPABILITIES, columns=16)
+def _multiply_rows(
+    x: Mapping[str, Tensor], w: Mapping[str, Tensor], ends: Tensor, dtype: torch.dtype, recipe: Recipe
+) -> Tensor:
+    """The hardware's grouped product: tokens [T, K] by the matrix [N, K] of their group, with scales of rows.
+
+    torch's kernels begin a group at any row: rows of K bytes keep the alignment that they need.
+    """
+    experts, rows, _ = w["payload"].shape
+    y: Tensor = scaled_grouped_mm(
+        x["payload"],  # [T, K]
+        w["payload"].transpose(-2, -1),  # [E, K, N]
+        x["scale"].reshape(-1),  # [T]
+        ScalingType.RowWise,
+        (w["scale"].squeeze(-1) if w["scale"].ndim else w["scale"]).expand(experts, rows).contiguous(),  # [E, N]
+        ScalingType.RowWise,
+        offs=ends,
+        output_dtype=dtype,
+        use_fast_accum=recipe.accumulation == "fast",
+    )
+    return y
+
+
+def _multiply_columns(
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], ends: Tensor, dtype: torch.dtype, recipe: Recipe
+) -> Tensor:
+    """The same along tokens: columns [M, W] by [L, W], with scales of a row in a group, [E, M] and [E, L]."""
+    dw: Tensor = scaled_grouped_mm(
+        a["payload"],  # [M, W]
+        b["payload"].t(),  # [W, L]
+        a["scale"].reshape(-1),  # [E * M], group by group
+        ScalingType.RowWise,
+        b["scale"].reshape(-1),
+        ScalingType.RowWise,
+        offs=ends,
+        output_dtype=dtype,
+    )
+    return dw
+
+
+# CUTLASS for 9.0 alone (aten/src/ATen/native/cuda/ScaledGroupMM.cu)
+GROUPED = GroupedRoute(rows=_multiply_rows, columns=_multiply_columns, capabilities=((9, 0),), multiple=16)
+ROUTE = Route(multiply=multiply, capabilities=CAPABILITIES, columns=16, grouped=GROUPED)
 NAMES = {"float8-row": Float8CurrentScaling(), "float8-tensor": Float8CurrentScaling(granularity="tensor")}
 register(Float8CurrentScaling, Float8(), Float8Tensor, names=NAMES, route=ROUTE)

@@ -15,14 +15,19 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+from torch.nn.functional import (  # type: ignore[attr-defined] # torch's stubs lack grouped products
+    ScalingType,
+    SwizzleType,
+    scaled_grouped_mm,
+    scaled_mm,
+)
 
 from qtensor.numerics.triton_kernels import ByHand
 from qtensor.products.dynamic import swizzle
 from qtensor.spec.blocks import BlockFacts, block_amax, finite, fp32, marked_blocks, marks, tile
 from qtensor.spec.codecs import e8m0, fp8
 from qtensor.spec.codecs.fp8 import ELEMENTS
-from qtensor.spec.format import Format, Grain, PartSpec, Route
+from qtensor.spec.format import Format, Grain, GroupedRoute, PartSpec, Route
 from qtensor.spec.recipes import Recipe, check_choice
 from qtensor.spec.registry import register
 from qtensor.tensor.quantized_tensor import QuantizedTensor
@@ -158,10 +163,62 @@ def _multiply(x: Mapping[str, Tensor], w: Mapping[str, Tensor], dtype: torch.dty
     )
 
 
+def _multiply_rows(
+    x: Mapping[str, Tensor], w: Mapping[str, Tensor], ends: Tensor, dtype: torch.dtype, recipe: Recipe
+) -> Tensor:
+    """The hardware's grouped product: tokens [T, K] by the matrix [N, K] of their group."""
+    from qtensor.products.grouped.scales import swizzle_row_groups, swizzle_stack
+
+    return _multiply_groups(
+        x["payload"],  # [T, K]
+        w["payload"].transpose(-2, -1),  # [E, K, N]
+        swizzle_row_groups(x["scale"], ends),
+        swizzle_stack(w["scale"]),
+        ends,
+        dtype,
+    )
+
+
+def _multiply_columns(
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], ends: Tensor, dtype: torch.dtype, recipe: Recipe
+) -> Tensor:
+    """The same along tokens: columns [M, W] by [L, W], groups of whole blocks."""
+    from qtensor.products.grouped.scales import swizzle_column_groups
+
+    return _multiply_groups(
+        a["payload"],  # [M, W]
+        b["payload"].t(),  # [W, L]
+        swizzle_column_groups(a["scale"], ends // BLOCK),
+        swizzle_column_groups(b["scale"], ends // BLOCK),
+        ends,
+        dtype,
+    )
+
+
+def _multiply_groups(  # noqa: PLR0913, PLR0917 - two operands, their scales, and how
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    y: Tensor = scaled_grouped_mm(
+        a,
+        b,
+        a_scale.view(torch.float8_e8m0fnu),
+        ScalingType.BlockWise1x32,
+        b_scale.view(torch.float8_e8m0fnu),
+        ScalingType.BlockWise1x32,
+        swizzle_a=SwizzleType.SWIZZLE_32_4_4,
+        swizzle_b=SwizzleType.SWIZZLE_32_4_4,
+        offs=ends,
+        output_dtype=dtype,
+    )
+    return y
+
+
+GROUPED = GroupedRoute(rows=_multiply_rows, columns=_multiply_columns, capabilities=((10, 0),), multiple=32)
+ROUTE = Route(multiply=_multiply, capabilities=((10, 0), (11, 0), (12, 0)), columns=32, grouped=GROUPED)
 register(
     MXFP8BlockScaling,
     _MXFP8(),
     MXFP8Tensor,
     names={"mxfp8": MXFP8BlockScaling(), "mxfp8-square": MXFP8BlockScaling(blocks="square")},
-    route=Route(multiply=_multiply, capabilities=((10, 0), (11, 0), (12, 0)), columns=32),
+    route=ROUTE,
 )

@@ -9,6 +9,7 @@ import re
 import warnings
 
 import torch
+from torch import Tensor
 
 from fsdp_hooks.torch_private import constant_in_graphs
 
@@ -49,3 +50,9 @@ def _warn(kind: str, name: str, reason: str) -> None:
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Turn off autocast, which would round the operands of a product (the meta device has no autocast)."""
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Return `x` in the dtype that autocast computes linear layers in, if it is on (the meta device has none)."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else x

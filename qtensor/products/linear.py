@@ -23,6 +23,7 @@ from torch import Tensor
 from fsdp_hooks.torch_private import is_tracing, without_torch_function
 from qtensor.products.decode_once import decode_once
 from qtensor.products.dynamic import product
+from qtensor.products.emulation import as_autocast
 from qtensor.products.gradients import gradients
 from qtensor.products.late_decode import multiply_decoded
 from qtensor.spec.recipes import Recipe
@@ -199,7 +200,7 @@ def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, dense: Ten
     if weight.recipe.activations is None:
         return F.linear(x, decode(weight) if dense is None else dense, bias)
     # autocast does not see this product: it is no op of torch that autocast knows
-    y = product(_autocast(x), weight)
+    y = product(as_autocast(x), weight)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -210,12 +211,6 @@ def _keep_dense(dense: Tensor, y: Tensor) -> Tensor:
     tensor more would move all behind it by a place, and torch sees this only if shapes, dtypes or devices differ.
     """
     return dense if decode_once.on and dense.dtype == y.dtype else y.new_empty(0)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """Return `x` in the dtype that autocast computes linear layers in, if it is on (the meta device has none)."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else x
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 (torch's own argument name)

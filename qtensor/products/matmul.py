@@ -110,14 +110,9 @@ def baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return func(*dequantize_all(args), **dequantize_all(kwargs))  # type: ignore[no-any-return]
 
 
-_BATCHED = [aten.bmm.default, aten.mv.default]
-if hasattr(aten, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls
-    _BATCHED.append(aten._grouped_mm.default)  # noqa: SLF001 - the op's name
-
-
-@implements(*_BATCHED)
+@implements(aten.mv.default)
 def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Multiply with the dequantized values of a stack of weights [E, N, K], or multiply one with a vector."""
+    """Multiply with the dequantized values of a stack of weights [E, N, K] (see grouped/calls.py), or with a vector."""
     for operand in args:
         if isinstance(operand, QuantizedTensor):
             _refuse_dense_products(func, operand)

@@ -240,6 +240,25 @@ class Format(abc.ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupedRoute:
+    """How the hardware multiplies groups of tokens with a stack of one format, by one call for all groups.
+
+    Attributes:
+        rows: (parts of tokens [T, C], parts of a stack [E, L, C], ends [E], output dtype, recipe of the stack) -> [T,
+            L]; the rows of group e by matrix e, rows behind the last end are anything.
+        columns: (parts [M, W], parts [L, W], ends [E], output dtype, recipe) -> [E, M, L]; the columns of group e by
+            each other. A scale of rows is given a group, [E, M] and [E, L]; groups are whole blocks, none is empty.
+        capabilities: the CUDA compute capabilities that have kernels, exactly these.
+        multiple: what C and L must be multiples of.
+    """
+
+    rows: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor, torch.dtype, Any], Tensor]
+    columns: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor, torch.dtype, Any], Tensor]
+    capabilities: tuple[tuple[int, int], ...]
+    multiple: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Route:
     """How the hardware multiplies two tensors of one format.
 
@@ -249,6 +268,7 @@ class Route:
         capabilities: the CUDA compute capabilities that have kernels, as (major, least minor).
         columns, rows: what K and N must be multiples of.
         cuda: the least version of CUDA that torch must be built for, as (major, minor).
+        grouped: the same for groups of tokens and a stack of weights; None where the hardware has no such product.
     """
 
     multiply: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], torch.dtype, Any], Tensor]
@@ -256,3 +276,4 @@ class Route:
     columns: int
     rows: int = 16
     cuda: tuple[int, int] = (0, 0)
+    grouped: GroupedRoute | None = None

@@ -281,8 +281,9 @@ OPERATIONS: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     "stacked, dynamic": (
         NotImplementedError,
         lambda: torch.bmm(torch.ones(2, 4, 64), q(DYNAMIC, 2, 64, 96)),
-        f'aten.bmm.default with a quantized weight of shape (2, 64, 96) ({DYNAMIC}): activations="dynamic" is defined for linear '
-        "layers; loop over them, or call .dequantize()",
+        f'bmm of an input of shape (2, 4, 64) with a quantized weight of shape (2, 64, 96) ({DYNAMIC}): activations="dynamic" is '
+        "defined for F.grouped_mm(x, w.transpose(-2, -1), offs=ends) with x [T, K], and torch.bmm(x, w.transpose(-2, -1)) with x "
+        "[E, T, K], w a stack [E, N, K]; loop over the experts with F.linear, or call .dequantize()",
     ),
     "shard dim": (
         NotImplementedError,
