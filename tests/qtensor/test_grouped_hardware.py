@@ -62,7 +62,7 @@ exact = pytest.mark.parametrize("recipe", EXACT.values(), ids=EXACT.keys())
 # -- the kernels -------------------------------------------------------------------------------------------------------
 
 
-def read_scaled_grouped_mm(  # noqa: PLR0913, PLR0917 - torch's
+def read_scaled_grouped_mm(  # noqa: PLR0917 - torch's
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -93,7 +93,7 @@ def read_scaled_grouped_mm(  # noqa: PLR0913, PLR0917 - torch's
     if b.ndim == 3:
         y = torch.full((a.shape[0], b.shape[2]), torch.nan)  # whatever was in memory
         for e, (start, end) in enumerate(itertools.pairwise([0, *ends])):
-            one, other = read(a, b, scale_a, scale_b, ends, e)
+            one, other = read(a, b, (scale_a, scale_b), ends, e)
             y[start:end] = _product(a[start:end], one, b[e].t(), other)
         return y.to(output_dtype)
     dw = []
@@ -101,7 +101,7 @@ def read_scaled_grouped_mm(  # noqa: PLR0913, PLR0917 - torch's
         # "CUTLASS cannot handle delta=0", and groups begin at addresses of 16 bytes; of MX with a block
         assert end > start
         assert (end - start) % (32 if blocked else 16) == 0
-        one, other = read(a, b, scale_a, scale_b, ends, e)
+        one, other = read(a, b, (scale_a, scale_b), ends, e)
         dw.append(_product(a[:, start:end], one, b[start:end].t(), other))
     return torch.stack(dw).to(output_dtype)
 
@@ -111,8 +111,9 @@ def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     return F.linear(a.float().contiguous() * a_scale, b.float().contiguous() * b_scale)
 
 
-def _rows(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: list[int], e: int) -> tuple[Tensor, Tensor]:
+def _rows(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], ends: list[int], e: int) -> tuple[Tensor, Tensor]:
     """The scales of the rows of both operands in group e, [rows, 1]."""
+    scale_a, scale_b = scales
     assert scale_a.dtype == scale_b.dtype == torch.float32
     assert scale_a.ndim == 1
     assert scale_a.is_contiguous()
@@ -129,8 +130,9 @@ def _rows(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: list[int
     return scale_a[e * high : (e + 1) * high, None], scale_b[e * wide : (e + 1) * wide, None]
 
 
-def _blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: list[int], e: int) -> tuple[Tensor, Tensor]:
+def _blocks(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], ends: list[int], e: int) -> tuple[Tensor, Tensor]:
     """The scales of both operands in group e, one an element."""
+    scale_a, scale_b = scales
     assert scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
     sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
     flat_a, flat_b = (scale.contiguous().view(torch.uint8).flatten() for scale in (scale_a, scale_b))
@@ -339,5 +341,5 @@ def test_torch_reads_the_arguments_that_it_is_given_here() -> None:
     for recipe in (EXACT["float8"], EXACT["mxfp8"]):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(multiply, "choose", lambda case: (Way.SCALED, ""))
-            with pytest.raises(NotImplementedError, match="_scaled_grouped_mm_v2' (with arguments|is only available)"):
+            with pytest.raises(NotImplementedError, match=r"_scaled_grouped_mm_v2' (with arguments|is only available)"):
                 grouped(tokens(20, K), stack(recipe, 2), ends_of((5, 15)))
