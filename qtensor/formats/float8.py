@@ -246,7 +246,7 @@ def _multiply_rows(
     """
     experts, rows, _ = w["payload"].shape
     y: Tensor = scaled_grouped_mm(
-        x["payload"],  # [T, K]
+        x["payload"].contiguous(),  # [T, K]
         w["payload"].transpose(-2, -1),  # [E, K, N]
         x["scale"].reshape(-1),  # [T]
         ScalingType.RowWise,

@@ -170,7 +170,7 @@ def _multiply_rows(
     from qtensor.products.grouped.scales import swizzle_row_groups, swizzle_stack
 
     return _multiply_groups(
-        x["payload"],  # [T, K]
+        x["payload"].contiguous(),  # [T, K]
         w["payload"].transpose(-2, -1),  # [E, K, N]
         swizzle_row_groups(x["scale"], ends),
         swizzle_stack(w["scale"]),

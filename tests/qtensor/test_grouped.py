@@ -204,6 +204,21 @@ def test_rows_that_a_view_puts_together_are_experts() -> None:
     assert all(same_bytes(one, other) for one, other in zip(found, wanted, strict=True))
 
 
+def test_a_stack_of_no_experts_leaves_zeros() -> None:
+    recipe = FLOAT8["float8_row"]
+    x, w = tokens(5, K).requires_grad_(), stack(recipe, 1).detach()[:0]
+    assert w.shape == (0, N, K)
+    assert same_bytes(grouped(x, w, ends_of(())), torch.zeros(5, N, dtype=x.dtype))
+
+
+@some
+def test_tokens_may_stand_in_memory_in_any_order(recipe: Any) -> None:
+    ends, w = ends_of((5, 0, 20)), stack(recipe, 3)
+    x, dy = tokens(25, K), tokens(25, N, seed=5)
+    found = trained(grouped, x.t().contiguous().t(), w, dy.t().contiguous().t(), ends)
+    assert all(same_bytes(one, other) for one, other in zip(found, trained(grouped, x, w, dy, ends), strict=True))
+
+
 @pytest.mark.parametrize("frozen", ["x", "w"])
 def test_only_what_is_trained_gets_a_gradient(frozen: str) -> None:
     recipe, ends = FLOAT8["float8_row"], ends_of((5, 0, 20))

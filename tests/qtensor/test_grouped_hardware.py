@@ -24,7 +24,14 @@ from torchao.prototype.moe_training.kernels.mxfp8.quant import (
 )
 from torchao.prototype.moe_training.utils import torch_to_float8_per_group_colwise
 
-from qtensor import Float8BlockScaling, Float8CurrentScaling, MXFP4BlockScaling, MXFP8BlockScaling, NF4BlockScaling
+from qtensor import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NF4BlockScaling,
+    quantize,
+)
 from qtensor.formats import float8, mxfp8
 from qtensor.products.grouped import multiply
 from qtensor.products.grouped.choice import Case, Way, choose, has_factors
@@ -343,3 +350,39 @@ def test_torch_reads_the_arguments_that_it_is_given_here() -> None:
             patch.setattr(multiply, "choose", lambda case: (Way.SCALED, ""))
             with pytest.raises(NotImplementedError, match=r"_scaled_grouped_mm_v2' (with arguments|is only available)"):
                 grouped(tokens(20, K), stack(recipe, 2), ends_of((5, 15)))
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+INTEGERS = EXACT | {
+    "float8 e5m2": Float8CurrentScaling(power_of_two=True, activations="dynamic", gradients="e5m2"),
+    "float8 plain": Float8CurrentScaling(power_of_two=True, activations="dynamic"),
+    "mxfp8 plain": MXFP8BlockScaling(activations="dynamic"),
+    "mxfp4 plain": MXFP4BlockScaling(activations="dynamic"),
+}
+# where groups begin at odd addresses, and where all are aligned
+PLACES = [("cpu", (5, 0, 33, 20)), *(("cuda", sizes) for sizes in ((5, 0, 33, 20), (64, 16, 0, 48), (0, 0, 7)))]
+
+
+@pytest.mark.parametrize("recipe", INTEGERS.values(), ids=INTEGERS.keys())
+@pytest.mark.parametrize(
+    ("device", "sizes"),
+    [pytest.param(*place, id=str(place), marks=[pytest.mark.gpu] if place[0] == "cuda" else []) for place in PLACES],
+)
+def test_every_device_multiplies_small_integers_exactly(recipe: Any, device: str, sizes: tuple[int, ...]) -> None:
+    """Elements of -1, 0 and 1 under powers of two: every sum is an integer below 2^8, exact in any accumulator."""
+    ends, experts = ends_of(sizes).to(device), len(sizes)
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape, generator=generator).to(device, torch.bfloat16)
+
+    w = torch.nn.Parameter(quantize(integers(experts, N, K), recipe))
+    x, dy = integers(sum(sizes), K), integers(sum(sizes), N)
+    y, dx, dw = trained(grouped, x, w, dy, ends)
+    values = w.detach().dequantize(torch.float64)
+    for e, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+        own, above = x[start:end].double(), dy[start:end].double()
+        assert torch.equal(y[start:end].double(), own @ values[e].T)
+        assert torch.equal(dx[start:end].double(), above @ values[e])
+        assert torch.equal(dw[e].double(), above.T @ own)

@@ -64,6 +64,8 @@ def grouped(x: Tensor, turned: QuantizedTensor, ends: Tensor | None, name: str) 
             flat = x.flatten(0, 1)
             ends = torch.arange(1, experts + 1, dtype=torch.int32, device=x.device) * tokens
         check_ends(ends, experts, flat.shape[0], flat.device)
+    if not experts:
+        return x.new_zeros((*x.shape[:-1], width))
     # nothing is kept without gradients, see QuantizedLinear
     run: Any = GroupedLinear.apply if torch.is_grad_enabled() else grouped_product
     y: Tensor = run(flat, turned, ends)
