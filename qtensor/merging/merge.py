@@ -37,7 +37,6 @@ from fsdp_hooks.scale_sync import (
     tell_groups,
 )
 from fsdp_hooks.torch_private import local_of
-from fsdp_hooks.versions import count_writes
 from fsdp_hooks.wrappers import PlainNames
 from qtensor.merging.low_rank import LowRankUpdate
 from qtensor.merging.merge_report import COLUMNS, MergeReport, line
@@ -107,8 +106,6 @@ def merge_(
         except Exception:
             exchange.sum_up(None)
             raise
-        # parts were written behind the wrapper, so torch has not counted it
-        count_writes(weight.param for weight, how in zip(weights, moves, strict=True) if how is not Moves.NOTHING)
         report = MergeReport(tuple(exchange.lines(sums)))
     _warn(report)
     return report

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.ranks.scale_partners import Partners
 from fsdp_hooks.scale_sync import groups_of, groups_sharing, label_of, partners_of, scales_of
 from fsdp_hooks.torch_private import compute_local_shape_and_global_offset
+from fsdp_hooks.versions import count_writes
 from qtensor.merging.low_rank import LowRankUpdate
 from qtensor.merging.merge_report import COLUMNS
 from qtensor.numerics.tiles import chunk_of
@@ -136,11 +137,15 @@ class WeightMerge:
         writes = moves is Moves.ITSELF or (moves is Moves.PARTNERS and self._gets_another_scale(agreed))
         if writes:
             self._write(self._in_own_dtype(before + change), agreed)
+            count_writes([self.param])  # torch has not counted what is written behind the wrapper
+        elif moves is Moves.PARTNERS:
+            self._adopt(agreed)
         return _sums(before, change, self.values() if writes else before)
 
     def _gets_another_scale(self, agreed: Tensor | None) -> bool:
+        """Return whether bytes have to follow a scale; those of a dense shard do not."""
         if not isinstance(self.local, QuantizedTensor):
-            return True  # no byte of it changes
+            return False
         assert agreed is not None
         return bool(scale_of(agreed[0], self.local.recipe) != shared_scale(self.local))
 
@@ -154,8 +159,12 @@ class WeightMerge:
             write(local, values, *decide(values, local.recipe, self.cut, agreed))
             return
         (local.dense if isinstance(local, HighPrecisionWeight) else local).copy_(values)
+        self._adopt(agreed)
+
+    def _adopt(self, agreed: Tensor | None) -> None:
+        """Let a dense shard note what its gathers are quantized under."""
         scales = scales_of(self.param)
-        if agreed is not None and scales is not None:
+        if agreed is not None and scales is not None and isinstance(self.local, HighPrecisionWeight):
             scales.adopt(agreed)
 
 

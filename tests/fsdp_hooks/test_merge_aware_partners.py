@@ -98,6 +98,27 @@ def test_forwards_of_partners_see_what_merge_writes_to_the_shards(ranks: int, na
     run_ranks_each(ranks, names, _forwards_see_what_merge_writes)
 
 
+def _shards_do_not_agree_yet(name: str) -> None:
+    """Each shard was written by itself, and nobody has called sync_scales: an update decides from what is there."""
+    model = sharded(adapted(name, ["q_proj"]))
+    with torch.no_grad():
+        for number, (fqn, param) in enumerate(model.named_parameters()):
+            if "lora_" not in fqn and "o_proj" not in fqn:
+                shard = local(param)
+                torch.manual_seed(100 * dist.get_rank() + number)
+                shard.copy_(torch.randn(shard.shape) * (1 + dist.get_rank()) * (1 + number % 3))
+    with merge_aware(model) as aware:
+        through = look(model)
+    merge_(model, aware.updates())
+    held(model)  # one scale in all shards
+    with model.disable_adapter(), torch.no_grad():
+        assert_equal(look(model), through, name)
+
+
+def test_scales_on_which_shards_do_not_agree_yet_are_those_of_all_behind_a_merge() -> None:
+    run_ranks_each(3, ("nvfp4", "float8_tensor"), _shards_do_not_agree_yet)
+
+
 def _partners_sharded_apart() -> None:
     model = adapted("nvfp4", ["q_proj", "v_proj"])
     for layer in model.base_model.model.layers:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fsdp_hooks import sync_scales
 from qtensor import (
     Float8CurrentScaling,
+    Float8DelayedScaling,
     LowRankUpdate,
     NVFP4BlockScaling,
     linear_through_merge,
@@ -30,12 +31,13 @@ from tests.qtensor.recipes_under_test import raw, same_parts
 
 EYE = torch.eye(K)  # its products are the weights themselves
 TARGETS = (["q_proj", "k_proj", "v_proj", "o_proj"], ["q_proj", "v_proj"], ["k_proj"])
+EVERY = RECIPES | {"float8_delayed": Float8DelayedScaling()}
 each_recipe = pytest.mark.parametrize("name", RECIPES)
 each_target = pytest.mark.parametrize("targets", TARGETS, ids="+".join)
 
 
 def loaded(name: str, *, share: bool = True) -> Model:
-    model = built(RECIPES[name], torch.float32, share=share)
+    model = built(EVERY[name], torch.float32, share=share)
     model.load_state_dict(values(dtype=torch.float32))
     return model
 
@@ -83,7 +85,7 @@ def assert_merge_writes(model: Any, updates: Any, expected: dict[str, Tensor]) -
 
 
 @each_target
-@each_recipe
+@pytest.mark.parametrize("name", EVERY)
 def test_forwards_of_partners_see_what_merge_writes(name: str, targets: list[str]) -> None:
     model = adapted(name, targets)
     before = seen(model)
@@ -223,8 +225,10 @@ def update_of(rows: int, size: float = 1.0) -> LowRankUpdate:
 def test_dense_storage_gathers_partners_under_the_scale_of_the_merged_values() -> None:
     model = built(NVFP4BlockScaling(), storage="high_precision")
     model.load_state_dict(values())
-    name = NAMES[0][0]
+    name, follower = NAMES[0][0], model.get_parameter(NAMES[0][1])
+    writes = follower._version
     merge_(model, {name: update_of(ROWS["q_proj"], 5.0)})
+    assert follower._version == writes, "no byte of it changes"
     dense = {fqn: weight.dense.detach().clone() for fqn, weight in model.named_parameters()}
     expected = as_one(dense, NVFP4BlockScaling())
     for fqn, weight in model.named_parameters():
