@@ -7,9 +7,9 @@
 For Shard(dim > 0) FSDP2 itself puts the pieces in order: it reads every gathered input as `ranks` padded shards, with
 one entry for each element of the parameter, and joins these along the dim. No scale has as many entries, and no payload
 of 4 bits. An input cannot be left out either, since FSDP2 asks the first one of a group for its dtype. So from one hook
-to the next FSDP2 is told that the padded shard is [1, bytes]: what it joins then is rank after rank, and all that a
-gather is (one collective for a whole group, its streams, prefetching, offloading) stays FSDP2's. A collective of our
-own would be one more for each parameter, on streams that FSDP2 does not know.
+to the next the size of the padded shard reads [1, bytes] in FSDP2's record. What it joins then is rank after rank, and
+all that a gather is (one collective for a whole group, its streams, prefetching, offloading) stays FSDP2's. A
+collective of our own would be one more for each parameter, on streams that FSDP2 does not know.
 
 Both hooks run where FSDP2 copies in and out, and what they launch is ordered with these copies.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_hooks.torch_private import calling_fsdp_param, reshards_to_fewer, set_padded_size
+from fsdp_hooks.torch_private import SizeOfBytes, calling_fsdp_param, reshards_to_fewer, set_padded_size
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -55,13 +55,12 @@ def give(parts: Sequence[Tensor], dim: int, shape: torch.Size) -> tuple[Tensor, 
             "supported for quantized weights; use True or False"
         )
     flat = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]).unsqueeze(0)
-    set_padded_size(param, flat.shape)
+    set_padded_size(param, SizeOfBytes(shape, flat.shape[1]))
     return flat, RowPieces(dim, shape, param)
 
 
 def restore(pieces: RowPieces) -> None:
-    """Tell FSDP2 the size of the padded shard again, by which it checks what is loaded."""
-    # Until then a load would be refused; FSDP2 does not take one while it gathers.
+    """Tell FSDP2 the size of the padded shard again."""
     set_padded_size(pieces.param, pieces.shape)
 
 

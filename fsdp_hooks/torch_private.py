@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 
 __all__ = [
+    "SizeOfBytes",
     "TorchDispatchMode",
     "apply_to_tensors",
     "asking_package",
@@ -338,12 +339,33 @@ def reshards_to_fewer(param: Any) -> bool:
     return after is not None and after.shard_mesh_size != param.mesh_info.shard_mesh_size
 
 
-def set_padded_size(param: Any, size: Sequence[int]) -> None:
-    """Set what FSDP2 takes for the size of a padded shard, in its record; see row_pieces.py.
+class SizeOfBytes:
+    """The size of a shard, listed as [1, bytes]; see row_pieces.py.
 
-    FSDP2 lays out what it gathered of Shard(dim > 0) by this size alone, which fits no parameter of several inputs.
+    FSDP2 lays out what it gathered of Shard(dim > 0) by the list of the padded shard's size, which it keeps in its
+    record of the parameter. It compares shards with it, too, whenever some are loaded or moved.
     """
-    param.padded_sharded_param_size = torch.Size(size)
+
+    def __init__(self, size: torch.Size, nbytes: int) -> None:
+        self._size, self._bytes = size, nbytes
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((1, self._bytes))
+
+    def __eq__(self, other: object) -> bool:
+        return other == self._size
+
+    def __hash__(self) -> int:
+        return hash(self._size)
+
+    def numel(self) -> int:
+        """Return how many elements the shard has."""
+        return self._size.numel()
+
+
+def set_padded_size(param: Any, size: "torch.Size | SizeOfBytes") -> None:
+    """Set what FSDP2 takes for the size of a padded shard, in its record of a parameter."""
+    param.padded_sharded_param_size = size
 
 
 _HOOK_TABLES = (

@@ -754,7 +754,10 @@ def _sizes_while_gathering() -> None:
     for _ in range(2):
         assert param.padded_sharded_param_size == (3, 4, 32)
         handle = net.unshard(async_op=True)
-        assert param.padded_sharded_param_size == (1, 3 * 4 * 33)
+        assert [*param.padded_sharded_param_size] == [1, 3 * 4 * 33]
+        assert param.padded_sharded_param_size == (3, 4, 32) == param.padded_sharded_param_size
+        assert not torch.Size((3, 4, 32)) != param.padded_sharded_param_size != (3, 4, 33)
+        assert param.padded_sharded_param_size.numel() == 3 * 4 * 32
         handle.wait()
         assert param.padded_sharded_param_size == (3, 4, 32)
         assert all(torch.equal(part, whole.parts()[name]) for name, part in net.weight.parts().items())

@@ -13,10 +13,12 @@ from dcp_adapters import WeightStream, digest, export_hf
 from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.live import HeldVersion
 from dcp_adapters.delta.patches.patch_format import delta_from_bytes, delta_to_bytes
+from fsdp_hooks import sync_scales
 from qtensor import MasterWeightOptimizer
-from tests.fsdp_hooks.expert_meshes import ALONE, Layout, built
+from tests.dcp_adapters.cases import load, save
+from tests.fsdp_hooks.expert_meshes import ALONE, Layout, built, built_alone, laid_out
 from tests.fsdp_hooks.test_compressed_states import train
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_each
 from tests.sampling import sampled
 
 CONFIG = {"model_type": "tiny", "tie_word_embeddings": False}
@@ -65,3 +67,26 @@ def test_digests_deltas_exports_and_streams_are_those_of_one_process(layout: Lay
     first, *others = run_ranks(layout.ranks, made_of, "nvfp4", layout, shared_tmp_path, expected["delta"])
     assert first == expected
     assert all(other == {"digest": expected["digest"]} for other in others)
+
+
+def saved(name: str, path: Path) -> str:
+    model = built(name)
+    train(model, MasterWeightOptimizer(torch.optim.AdamW, model.named_parameters(), lr=0.01), range(1))
+    save(model.state_dict(), path)
+    return digest(model.state_dict())
+
+
+def filled(layout: Layout, name: str, path: Path) -> str:
+    """No rank ever holds all experts."""
+    with torch.device("meta"):
+        model = built_alone(name)
+    laid_out(model, layout).to_empty(device="cpu")
+    load(model.state_dict(), path)
+    sync_scales(model)
+    return digest(model.state_dict())
+
+
+def test_experts_on_the_meta_device_are_laid_out_and_loaded(shared_tmp_path: Path) -> None:
+    for name in ("nvfp4", "mxfp8_square"):
+        expected = run_ranks(1, saved, name, shared_tmp_path / name)
+        assert run_ranks_each(4, LAYOUTS[:3], filled, name, shared_tmp_path / name) == [expected * 3] * 4

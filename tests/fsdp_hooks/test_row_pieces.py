@@ -298,8 +298,30 @@ def _prefetches(name: str) -> None:
     follow(net, reference, lambda step: _tokens(step, EXPERTS), own_gradients=True)
 
 
+def _gathers_early(name: str) -> None:
+    """Gathers that begin before the root's first forward, in which FSDP2 looks at all shards, and around a load."""
+    net: Any = Layers(name, 2)
+    reference, x = copy.deepcopy(net), _tokens(0, EXPERTS)
+    for layer in net.layers:
+        shard(layer)
+    shard(net)
+    state = copy.deepcopy(net.state_dict())
+    handles = [layer.unshard(async_op=True) for layer in net.layers]
+    assert_same_bytes(net(x).detach(), reference(x).detach(), "first forward")
+    net.layers[0].reshard()
+    handles.append(net.layers[0].unshard(async_op=True))
+    net.load_state_dict(state)
+    for handle in handles:
+        handle.wait()
+    assert_same_bytes(net(x).detach(), reference(x).detach(), "behind a load")
+    with torch.inference_mode():
+        assert_same_bytes(net(x), reference(x), "inference")
+    follow(net, reference, lambda step: _tokens(step, EXPERTS), own_gradients=True)
+
+
 def test_layers_of_experts_are_prefetched() -> None:
-    run_ranks(2, _prefetches, "mxfp8")
+    for what in (_prefetches, _gathers_early):
+        run_ranks(2, what, "mxfp8")
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
