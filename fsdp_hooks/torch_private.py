@@ -42,6 +42,7 @@ __all__ = [
     "foreach_add",
     "foreach_copy",
     "group_size",
+    "grouped_mm",
     "has_step_hooks",
     "hook_tables",
     "is_described",
@@ -84,6 +85,9 @@ foreach_copy = torch._foreach_copy_
 
 # Counts the steps of many parameters in one call, by the function that torch's optimizers count with.
 foreach_add = torch._foreach_add_
+
+# What torch.nn.functional.grouped_mm calls, and so what __torch_function__ is asked for, which never sees that name.
+grouped_mm = torch._grouped_mm
 
 # torch documents this as the way to turn __torch_function__ off; its public twin wraps plain results in the subclass.
 without_torch_function = torch._C.DisableTorchFunctionSubclass

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -538,6 +538,20 @@ def test_foreach_copy_copies_each():
     sources = [torch.ones(3), torch.full((2,), 7, dtype=torch.uint8), torch.ones(2).to(torch.float8_e4m3fn)]
     torch_private.foreach_copy(targets, sources)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(targets, sources, strict=True))
+
+
+def test_grouped_mm_is_what_a_tensor_is_asked_for() -> None:
+    class Asked(torch.Tensor):
+        names: ClassVar[list[Any]] = []
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.names.append(func)
+            return None
+
+    ends = torch.tensor([2], dtype=torch.int32)
+    torch.nn.functional.grouped_mm(torch.zeros(2, 8), torch.zeros(1, 8, 8).as_subclass(Asked), offs=ends)
+    assert Asked.names == [torch_private.grouped_mm]
 
 
 def test_foreach_add_adds_to_each_and_counts_its_writes() -> None:

@@ -370,6 +370,22 @@ PLACES = [("cpu", (5, 0, 33, 20)), *(("cuda", sizes) for sizes in ((5, 0, 33, 20
     [pytest.param(*place, id=str(place), marks=[pytest.mark.gpu] if place[0] == "cuda" else []) for place in PLACES],
 )
 def test_every_device_multiplies_small_integers_exactly(recipe: Any, device: str, sizes: tuple[int, ...]) -> None:
+    assert_exact(recipe, device, sizes)
+
+
+# what products a GPU of another kind takes, on a CPU
+WAYS = [(Way.BF16_EACH, recipe) for recipe in INTEGERS.values()]
+WAYS += [(Way.BF16, INTEGERS[name]) for name in ("mxfp8", "mxfp8 square", "mxfp8 plain", "mxfp4 plain")]
+
+
+@pytest.mark.parametrize(("way", "recipe"), WAYS, ids=str)
+def test_every_way_multiplies_small_integers_exactly(way: Way, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiply, "choose", lambda case: (way, ""))
+    monkeypatch.setattr(multiply, "_is_one_launch", lambda *_: True)
+    assert_exact(recipe, "cpu", (5, 0, 33, 20))
+
+
+def assert_exact(recipe: Any, device: str, sizes: tuple[int, ...]) -> None:
     """Elements of -1, 0 and 1 under powers of two: every sum is an integer below 2^8, exact in any accumulator."""
     ends, experts = ends_of(sizes).to(device), len(sizes)
     generator = torch.Generator().manual_seed(0)
@@ -378,7 +394,8 @@ def test_every_device_multiplies_small_integers_exactly(recipe: Any, device: str
         return torch.randint(-1, 2, shape, generator=generator).to(device, torch.bfloat16)
 
     w = torch.nn.Parameter(quantize(integers(experts, N, K), recipe))
-    x, dy = integers(sum(sizes), K), integers(sum(sizes), N)
+    count = sum(sizes)
+    x, dy = integers(count + 2, K), integers(count + 2, N)
     y, dx, dw = trained(grouped, x, w, dy, ends)
     values = w.detach().dequantize(torch.float64)
     for e, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
@@ -386,3 +403,4 @@ def test_every_device_multiplies_small_integers_exactly(recipe: Any, device: str
         assert torch.equal(y[start:end].double(), own @ values[e].T)
         assert torch.equal(dx[start:end].double(), above @ values[e])
         assert torch.equal(dw[e].double(), above.T @ own)
+    assert y[count:].count_nonzero() == dx[count:].count_nonzero() == 0

@@ -10,8 +10,10 @@ forward product alone is defined: torch would follow it with dense gradients.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp_hooks import torch_private
 from fsdp_hooks.torch_private import without_torch_function
 from qtensor.ops.table import implements
 from qtensor.products.matmul import multiply
@@ -84,10 +86,10 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute `torch._grouped_mm`, which torch.nn.functional.grouped_mm calls."""
+    """Compute `torch.nn.functional.grouped_mm`."""
     if not is_stack(mat2):
         with without_torch_function():
-            return torch._grouped_mm(self, mat2, offs=offs, bias=bias, out_dtype=out_dtype)  # noqa: SLF001 - its name
+            return F.grouped_mm(self, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
     if bias is not None or out_dtype not in (None, self.dtype):
         raise NotImplementedError("grouped_mm with a bias or another out_dtype; add the bias, or cast, behind it")
     return grouped(self, mat2, offs, "grouped_mm")  # type: ignore[arg-type]
@@ -112,7 +114,7 @@ def matmul(input: Tensor, other: Tensor, **kwargs: Any) -> Tensor:  # noqa: A002
         return torch.matmul(input, other, **kwargs)
 
 
-TORCH_FUNCTIONS[torch._grouped_mm] = grouped_mm  # noqa: SLF001 - its name
+TORCH_FUNCTIONS[torch_private.grouped_mm] = grouped_mm
 TORCH_FUNCTIONS[torch.bmm] = TORCH_FUNCTIONS[torch.Tensor.bmm] = bmm
 TORCH_FUNCTIONS[torch.matmul] = TORCH_FUNCTIONS[torch.Tensor.matmul] = matmul
 TORCH_FUNCTIONS[torch.Tensor.__matmul__] = matmul

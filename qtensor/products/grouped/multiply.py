@@ -32,7 +32,6 @@ from qtensor.spec.format import GroupedRoute
 from qtensor.spec.recipes import Recipe
 from qtensor.spec.registry import logical_shape, registered, specs_of
 
-_grouped_mm = torch.ops.aten._grouped_mm.default  # noqa: SLF001 - the op's name
 FORWARD, TURNED, PLAIN = "forward", "turned", "plain"  # what rows are multiplied with
 
 
@@ -124,7 +123,7 @@ def _multiply_rows(  # noqa: PLR0913, PLR0917 - two operands, and how
     if way is Way.BF16:
         x, w = kernels.decode(a, of_a, torch.bfloat16), kernels.decode(b, of_b, torch.bfloat16)
         with without_autocast(device):
-            return _zero_behind(_grouped_mm(x, w.transpose(-2, -1), ends), ends)
+            return _zero_behind(F.grouped_mm(x, w.transpose(-2, -1), offs=ends), ends)
     if way is Way.FP32_EACH:
         tell_of_emulation(device, type(of_b).__name__, reason)
     values = kernels.decode(a, of_a, torch.float32) if way is Way.FP32_EACH else None
@@ -154,7 +153,7 @@ def _columns(a: Sequence[Tensor], b: Sequence[Tensor], ends: Tensor, told: Told,
     if way is Way.BF16:
         x, w = (kernels.decode(part, of, torch.bfloat16) for part, of in zip(named, kinds[:2], strict=True))
         with without_autocast(device):
-            return _grouped_mm(x, w.t(), ends)  # type: ignore[no-any-return]
+            return F.grouped_mm(x, w.t(), offs=ends)
     if way is Way.FP32_EACH:
         tell_of_emulation(device, type(kinds.other).__name__, reason)
     dw = torch.zeros((ends.shape[0], high, width), dtype=dtype, device=device)
@@ -216,7 +215,7 @@ def _plain_rows(grad: Tensor, held: Parts, ends: Tensor, recipe: Recipe) -> Tens
     experts, _, width = logical_shape(held["payload"], recipe)
     if _is_one_launch(grad, experts, width):
         values = kernels.decode(held, recipe, grad.dtype)
-        return _zero_behind(_grouped_mm(grad.contiguous(), values, ends), ends)
+        return _zero_behind(F.grouped_mm(grad.contiguous(), values, offs=ends), ends)
     dx = grad.new_zeros((grad.shape[0], width))
     for expert, group in _groups(ends):
         dx[group] = torch.matmul(grad[group], kernels.decode(_entry(held, expert), recipe, grad.dtype))
@@ -225,7 +224,7 @@ def _plain_rows(grad: Tensor, held: Parts, ends: Tensor, recipe: Recipe) -> Tens
 
 def _plain_columns(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if _is_one_launch(grad, ends.shape[0], x.shape[1]):
-        return _grouped_mm(grad.contiguous().t(), x.contiguous(), ends)  # type: ignore[no-any-return]
+        return F.grouped_mm(grad.contiguous().t(), x.contiguous(), offs=ends)
     dw = grad.new_zeros((ends.shape[0], grad.shape[1], x.shape[1]))
     for expert, group in _groups(ends):
         dw[expert] = grad[group].T @ x[group]
