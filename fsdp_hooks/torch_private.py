@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _utils as dtensor_utils
@@ -46,6 +47,7 @@ __all__ = [
     "has_step_hooks",
     "hook_tables",
     "is_described",
+    "is_fake",
     "is_tracing",
     "is_watched",
     "is_zero_tensor",
@@ -76,6 +78,9 @@ assert callable(tree_map)
 
 # FSDP walks arguments and outputs with it when it casts them; public ways walk other containers.
 assert callable(apply_to_tensors)
+
+# Tracers that AOTAutograd's own entry points start tell nobody: only their tensors, which have no values, can be known.
+assert callable(is_fake)
 
 # Sees every operation before it runs, collectives among them. torch documents it, in a module with an underscore.
 assert callable(TorchDispatchMode)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -424,6 +425,23 @@ def test_is_described_is_true_to_what_makes_a_fake_tensor_and_to_nobody_else() -
     assert True in seen[1:]
 
 
+def test_a_tensor_without_values_is_told_from_others() -> None:
+    with FakeTensorMode() as mode:
+        fake = torch.ones(2)
+    assert torch_private.is_fake(fake)
+    assert torch_private.is_fake(mode.from_tensor(torch.ones(2)))
+    assert not torch_private.is_fake(torch.ones(2))
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.is_fake(x))
+        return x + 1
+
+    with mode:
+        make_fx(torch.func.functionalize(look))(fake)
+    assert seen == [True]
+
+
 class Asked(TorchDispatchMode):
     """What a gather inside is for, as our code sees it."""
 
@@ -445,7 +463,7 @@ def _gathers_for() -> None:
     group = mesh.get_group().group_name
     calls = {
         "copy": [
-            lambda: shard.full_tensor(),
+            shard.full_tensor,
             lambda: shard.detach().full_tensor(),
             lambda: get_model_state_dict(linear, options=StateDictOptions(full_state_dict=True)),
         ],

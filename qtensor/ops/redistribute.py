@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Sharding, ShardRows
-from fsdp_hooks.torch_private import is_tracing
+from fsdp_hooks.torch_private import is_fake, is_tracing
 from qtensor.ops.joined import Joined, broadcast_flat
 from qtensor.ops.table import implements
 from qtensor.spec.registry import describe, specs_of, tensor_wide
@@ -101,7 +101,7 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             parts[spec.name] = _gather(part if spec.extends_along(0, q.ndim) else part.reshape(1), ranks, group)
     wide, shards, padded = tensor_wide(q.recipe), ShardRows(q.shape[0]), q._sharding.padded_rows
     # the shards agree: one value serves all rows, as in a weight that was never cut; a graph cannot ask
-    if wide and not is_tracing() and bool((parts[wide] == parts[wide][0]).all()):
+    if wide and not is_tracing() and not is_fake(parts[wide]) and bool((parts[wide] == parts[wide][0]).all()):
         parts[wide] = parts[wide][0].clone()
     sharding = Sharding(
         shards=shards if wide and parts[wide].ndim else None,

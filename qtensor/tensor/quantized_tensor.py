@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_hooks.all_gather import AT_REST, AllGatherHooks, PartNames, Sharding
 from fsdp_hooks.lazy_bits import call_resolved
 from fsdp_hooks.ranks.scale_partners import Partners
-from fsdp_hooks.torch_private import is_described, is_tracing, make_wrapper, tree_map, without_torch_function
+from fsdp_hooks.torch_private import is_described, is_fake, is_tracing, make_wrapper, tree_map, without_torch_function
 from fsdp_hooks.until_reshard import UntilReshard
 from qtensor.numerics import kernels
 from qtensor.numerics.graph_key import THIS_CODE, Keyed, KeyTag
@@ -279,7 +279,7 @@ class QuantizedTensor(AllGatherHooks, Keyed, Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Raise: a quantized tensor has no storage of its own, only its parts have."""
-        if is_tracing() or is_described():
+        if is_tracing() or is_described() or is_fake(self.payload):
             # a tracer describes every tensor it meets by its storage, but touches no byte of that
             return super().untyped_storage()
         raise self._storage_error()
