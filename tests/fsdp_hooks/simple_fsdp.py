@@ -21,7 +21,6 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +38,7 @@ def whole(shard: Any) -> Tensor:
     return gathered.to_local(grad_placements=[Partial()] * mesh.ndim)
 
 
-def simple_fsdp(model: Any, mesh: DeviceMesh) -> Any:
+def simple_fsdp(model: Any, mesh: Any) -> Any:
     """Shard every parameter of a model, which is the same on all ranks, in place."""
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))

@@ -236,7 +236,7 @@ def test_steps_and_checkpoints_of_a_graph_are_those_of_fsdp2(shared_tmp_path: Pa
 
 aten = torch.ops.aten
 WRAP = C10D._wrap_tensor_autograd.default
-# What a policy saves, and what of the gathers of quantized weights is sent again in backward: in eager code, in a graph.
+# What a policy saves, and what of quantized weights is sent again in backward: in eager code, in a graph.
 SAVED = {
     "nothing": ((), "all", "all"),
     "products": ((aten.mm.default, aten.addmm.default), "all", "head"),  # a graph needs no other weight in backward
@@ -298,7 +298,7 @@ def refuses_dense_gathers() -> None:
         sharded(batch(0))
     assert sent.gathers == []
     with pytest.raises(NotImplementedError, match=REFUSED), torch.no_grad():
-        sharded.head.weight
+        whole(sharded.head._parameters["weight"])
     options = StateDictOptions(full_state_dict=True)
     full = get_model_state_dict(sharded, options=options)
     for fqn, param in reference.named_parameters():
@@ -337,9 +337,15 @@ def refuses_other_collectives() -> None:
         "all_to_all": lambda: C10D.all_to_all_single(q, [4, 4], [4, 4], name),
     }
     for what, call in calls.items():
-        with pytest.raises(NotImplementedError, match=r"is not defined for quantized tensors"):
-            call()
-            pytest.fail(what)
+        assert "is not defined for quantized tensors" in _error_of(call), what
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except NotImplementedError as error:
+        return str(error)
+    return ""
 
 
 def test_no_other_collective_takes_a_quantized_tensor() -> None:
