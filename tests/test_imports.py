@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
 PLUGINS = {
     f"dcp_adapters/transformers/{name}.py": {"transformers"}
     for name in ("config", "conversion", "quantizer", "trainer")
-}
+} | {"dcp_adapters/torch_checkpointing.py": {"torch_checkpointing"}}
 
 # package -> its folders, from the lowest on: each may import those before it; "." is the modules beside __init__, but
 # for those that stand here by their names
@@ -76,6 +76,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
             "delta",
             "streams",
             "transformers",
+            "torch_checkpointing",
             "cli",
             "cli.deltas",
             "cli.report",

@@ -11,7 +11,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 PACKAGES = ("fsdp_hooks", "qtensor", "dcp_adapters", "layerwise")
 INSIDE = {"__pycache__", "templates"}  # folders that hold no module
-MOST = 12  # modules and folders on one floor; three more in the packages themselves
+MOST = 12  # modules and folders on one floor; four more in the packages themselves
 
 folders = sorted(path.parent for package in PACKAGES for path in (REPO / package).rglob("__init__.py"))
 every_folder = pytest.mark.parametrize("folder", folders, ids=[str(path.relative_to(REPO)) for path in folders])
@@ -45,7 +45,7 @@ def test_a_map_names_no_file_that_is_not_there(folder: Path) -> None:
 
 @every_folder
 def test_a_floor_is_not_crowded(folder: Path) -> None:
-    assert len(held(folder)) <= (MOST + 3 if folder.parent == REPO else MOST)
+    assert len(held(folder)) <= (MOST + 4 if folder.parent == REPO else MOST)
 
 
 def test_a_module_that_the_map_leaves_out_is_found(tmp_path: Path) -> None:

@@ -254,7 +254,11 @@ def deltas(path: Path) -> None:
 
 
 def shards_by_hand(path: Path) -> None:
-    names = page("shards_by_hand.md").run(namespace(path=path))
+    import tests.dcp_adapters.test_torch_checkpointing  # noqa: F401 - its stand-in for an exchange over CUDA
+
+    with qtensor.quantized_model_init(MXFP8BlockScaling()):
+        model = Model()
+    names = page("shards_by_hand.md").run(namespace(path=path, model=shard(model)))
     held, rows = names["state"]["weight"], slice(names["first"], names["last"])
     assert torch.equal(held.local.payload.view(torch.uint8), names["whole"].payload[rows].view(torch.uint8))
 
