@@ -358,7 +358,11 @@ register(
     NVFP4BlockScaling,
     _NVFP4(),
     NVFP4Tensor,
-    names={"nvfp4": NVFP4BlockScaling(), "nvfp4-square": NVFP4BlockScaling(blocks="square")},
+    names={
+        "nvfp4": NVFP4BlockScaling(),
+        "nvfp4-square": NVFP4BlockScaling(blocks="square"),
+        "nvfp4-4over6": NVFP4BlockScaling(scale_choice="4over6"),
+    },
     # scaled_mm needs a multiple of 16 packed bytes, which is 32 columns.
     route=Route(multiply=_multiply, capabilities=((10, 0), (11, 0), (12, 0)), columns=32),
 )

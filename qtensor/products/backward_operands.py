@@ -22,6 +22,7 @@ rounded alike, though: what averages out over steps is the rounding of gradients
 import torch
 from torch import Tensor
 
+from fsdp_hooks.torch_private import is_tracing
 from qtensor.numerics import kernels, transposing
 from qtensor.products.input_rotation import hadamard
 from qtensor.spec.recipes import Recipe
@@ -66,5 +67,7 @@ def encode_columns(x: Tensor, recipe: Recipe, multiple: int, *, rotated: bool, d
 def rotate(values: Tensor) -> Tensor:
     """Return H D of every 16 of [.., tokens], a multiple of 16, in fp32."""
     signs = torch.tensor(SIGNS, dtype=torch.float32, device=values.device)
+    if is_tracing():  # what is padded by nothing keeps the strides of a transpose, whatever the graph was traced with
+        values = values.clone(memory_format=torch.contiguous_format)
     signed = values.to(torch.float32).unflatten(-1, (-1, ROTATED)) * signs
     return hadamard(signed, ROTATED).flatten(-2)
