@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qtensor import NVFP4BlockScaling, QuantizedTensor, quantize
 from qtensor.numerics import kernels
-from qtensor.products.backward_operands import ROTATED, SIGNS, encode_columns, rotate
+from qtensor.products.backward_operands import ROTATED, SIGNS, rotate
 from qtensor.products.gradients import SeenWeight, kinds_of, turn_weight
 from qtensor.spec.registry import format_of
 from tests.qtensor.low_precision_backward import NVFP4, nvfp4, rows

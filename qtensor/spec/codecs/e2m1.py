@@ -46,8 +46,9 @@ def _neighbour(bounded: Tensor, drawn: Tensor) -> Tensor:
     """
     magnitude = bounded.abs()
     # powers of two: quotients and products are exact
-    step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
-    steps = magnitude * torch.where(magnitude < 2.0, 2.0, torch.where(magnitude < 4.0, 1.0, 0.5))
+    one = torch.ones_like(magnitude)
+    step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, one, 2.0))
+    steps = magnitude * torch.where(magnitude < 2.0, 2.0, torch.where(magnitude < 4.0, one, 0.5))
     lower = steps.floor()
     chance = (((drawn >> 8) & 0xFFFFFF) | 1).to(torch.float32) * 2.0**-24
     up = (chance < steps - lower).to(torch.float32)
