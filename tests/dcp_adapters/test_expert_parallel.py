@@ -13,7 +13,6 @@ from dcp_adapters import WeightStream, digest, export_hf
 from dcp_adapters.delta.apply import apply_deltas
 from dcp_adapters.delta.live import HeldVersion
 from dcp_adapters.delta.patches.patch_format import delta_from_bytes, delta_to_bytes
-from fsdp_hooks import sync_scales
 from qtensor import MasterWeightOptimizer
 from tests.dcp_adapters.cases import load, save
 from tests.fsdp_hooks.expert_meshes import ALONE, Layout, built, built_alone, laid_out
@@ -76,17 +75,31 @@ def saved(name: str, path: Path) -> str:
     return digest(model.state_dict())
 
 
+def saved_dense(name: str, path: Path) -> str:
+    """Values of any bits, and what they are quantized to."""
+    model = built_alone(name)
+    values = {key: torch.randn(param.shape).bfloat16() for key, param in model.named_parameters()}
+    save(values, path)
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            param.copy_(values[key])
+    return digest(model.state_dict())
+
+
 def filled(layout: Layout, name: str, path: Path) -> str:
     """No rank ever holds all experts."""
     with torch.device("meta"):
         model = built_alone(name)
     laid_out(model, layout).to_empty(device="cpu")
-    load(model.state_dict(), path)
-    sync_scales(model)
+    load(model.state_dict(), path, on_mismatch="convert")
     return digest(model.state_dict())
 
 
-def test_experts_on_the_meta_device_are_laid_out_and_loaded(shared_tmp_path: Path) -> None:
-    for name in ("nvfp4", "mxfp8_square"):
-        expected = run_ranks(1, saved, name, shared_tmp_path / name)
-        assert run_ranks_each(4, LAYOUTS[:3], filled, name, shared_tmp_path / name) == [expected * 3] * 4
+FILLED = [(name, how) for name in ("nvfp4", "mxfp8_square") for how in (saved, saved_dense)]
+
+
+@sampled(("name", "how"), FILLED, FILLED[1:2], ids=[f"{name} {how.__name__}" for name, how in FILLED])
+def test_experts_on_the_meta_device_are_laid_out_and_loaded(name: str, how: Any, shared_tmp_path: Path) -> None:
+    """Quantized ones, and dense ones that are quantized on the way."""
+    expected = run_ranks(1, how, name, shared_tmp_path)
+    assert run_ranks_each(4, LAYOUTS[:3], filled, name, shared_tmp_path) == [expected * 3] * 4

@@ -195,7 +195,7 @@ EXPERT_FORMS: list[dict[str, Any]] = [{"masters": "fp32", "moments": "fp32"}, *F
 @sampled(
     "pair",
     WAYS_OF_EXPERTS,
-    [(ROWS, SHARED), (ALONE, ROWS), (TWICE, HALVES)],
+    [(ROWS, SHARED), (TWICE, HALVES)],
     ids=[f"{before.where} to {after.where}" for before, after in WAYS_OF_EXPERTS],
 )
 def test_experts_go_on_bit_for_bit_on_other_meshes(pair: tuple[Layout, Layout], shared_tmp_path: Path) -> None:

@@ -81,6 +81,27 @@ def test_experts_train_like_those_of_one_process(layout: Layout) -> None:
         run_ranks_each(layout.ranks, STAND_INS, trains, layout, form)
 
 
+def writes_back(name: str, layout: Layout) -> int:
+    """Written while they are gathered: each rank of "ep" has the experts of its own, and a scale for these."""
+    model, reference = built(name, layout), built_alone(name)
+    with torch.no_grad(), unsharded(model, writeback=True):
+        for param in model.experts.parameters():
+            local(param).copy_(local(param).dequantize() * 3)
+    with torch.no_grad():
+        for param in reference.experts.parameters():
+            param.copy_(param.dequantize() * 3)
+    if tensor_wide(RECIPES[name]) is None:
+        assert_reference_bytes(model.experts, reference.experts, name)
+    return sync_scales(model)
+
+
+def test_gathered_experts_are_written_back() -> None:
+    """To the bytes of one process where scales belong to rows and blocks; a scale for all must be agreed on."""
+    for layout in LAYOUTS[:2]:
+        names = ["mxfp8", "mxfp8_square", "nvfp4"]
+        assert run_ranks_each(4, names, writes_back, layout) == [[0, layout.dim, 2]] * 4
+
+
 def shards_nothing(name: str, layout: Layout) -> str:
     try:
         built(name, layout, count=1)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import qtensor as qt
 from fsdp_hooks import unsharded
+from fsdp_hooks.torch_private import local_of
 from tests.gpu_offline.ordering import Entry, HostWaited, Recorded, Waited, copies_to_host, faults_of, waits_of_host
 from tests.gpu_offline.recipes import RECIPES
 from tests.gpu_offline.recording import Stream, recorded
@@ -28,6 +33,7 @@ FOLLOWS = f"{READ} optim/masters.py changed"  # were parameters written by other
 AGREES = f"{READ} ranks/exchange.py reduce_max"  # do ranks list the same weights?
 MOVES = f"{READ} optim/step_agreement.py moves"  # once: did fresh masters move?
 STAGED = "Stream.synchronize in staging/stager.py _copied"
+EXPERTS = 4
 COMPUTE, COPY_IN, GATHER, REDUCE = range(4)  # in the order in which FSDP2 makes its streams
 
 
@@ -248,6 +254,46 @@ def test_a_weight_turned_for_backward_is_ordered_and_costs_no_wait(mesh: DeviceM
     for number in range(STEPS):
         for phase in ("forward", "backward"):
             assert waits_of_host(run.of(f"{phase} {number}")) == []
+
+
+class Stack(nn.Module):
+    """Experts [E, N, K] that FSDP2 cuts along their rows."""
+
+    def __init__(self, recipe: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(qt.quantize(torch.empty(EXPERTS, WIDTH, WIDTH, dtype=torch.bfloat16), recipe))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.bmm(x, self.weight.transpose(1, 2)))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_cut_along_their_rows_are_ordered_and_cost_no_wait(mesh: DeviceMesh, name: str, reshard: bool) -> None:
+    """Their pieces are joined and put in order on FSDP2's own streams, the next layer's while one computes."""
+    with FakeTensorMode(), recorded(answers) as log:
+        with torch.device("meta"):
+            model: Any = nn.Sequential(*[Stack(RECIPES[name]) for _ in range(3)])
+        options = {"mesh": mesh, "reshard_after_forward": reshard, "shard_placement_fn": lambda _: Shard(1)}
+        for each in model:
+            fully_shard(each, **options)
+        fully_shard(model, **options).to_empty(device="cuda")
+        for before, each in itertools.pairwise(model):
+            before.set_modules_to_forward_prefetch([each])
+        begin = len(log)
+        for _ in range(2):
+            x = torch.empty(EXPERTS, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
+            model(x).float().square().mean().backward()
+            with torch.no_grad():  # a step, of another kind for each part
+                for param in model.parameters():
+                    for part in local_of(param).parts().values():
+                        part.copy_(part.clone())
+                    param.grad = None
+    assert faults_of(log) == []
+    assert waits_of_host(log[begin:]) == []
+    assert {entry.stream for entry in log if isinstance(entry, Waited)} == {COMPUTE, COPY_IN, GATHER, REDUCE}
+    # the copy in reads what the step has written; without the wait for it that is found
+    assert faults_of(without(log, COPY_IN, COMPUTE))
 
 
 @pytest.mark.parametrize("name", LOW_PRECISION)
