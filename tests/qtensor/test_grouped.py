@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_hooks.all_gather import Sharding, ShardRows
+from fsdp_hooks.torch_private import without_torch_function
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
 from qtensor.products.grouped import multiply
 from qtensor.products.grouped.layout import places, spread
@@ -315,6 +316,44 @@ def test_shapes_are_known_without_values(recipe: Any) -> None:
     with mode:
         fake = grouped(mode.from_tensor(torch.empty(60, K, dtype=torch.bfloat16)), w, mode.from_tensor(ends))
     assert fake.shape == (60, N)
+
+
+@some
+def test_inference_computes_the_same(recipe: Any) -> None:
+    x, w, ends = tokens(25, K), stack(recipe, 3), ends_of((5, 0, 20))
+    wanted = looped(x, w, ends).detach()
+    with torch.inference_mode():
+        assert same_bytes(grouped(x, w, ends), wanted)
+    with torch.no_grad():
+        assert same_bytes(grouped(x, w, ends), wanted)
+
+
+def test_below_autograd_there_is_a_forward_product_alone() -> None:
+    """A subclass around the stack, such as a DTensor, gets there; torch's own backward would be a dense one."""
+    recipe = DYNAMIC["mxfp8"]
+    x, w, ends = tokens(24, K), stack(recipe, 3).detach(), ends_of((5, 0, 19))
+    grouped_op, batched_op = torch.ops.aten._grouped_mm.default, torch.ops.aten.bmm.default
+    with torch.no_grad(), without_torch_function():
+        assert same_bytes(grouped_op(x, w.mT, ends), looped(x, w, ends))
+        batch = x.unflatten(0, (3, 8))
+        assert same_bytes(batched_op(batch, w.mT).flatten(0, 1), looped(x, w, ends_of((8, 8, 8))))
+        with pytest.raises(NotImplementedError, match='activations="dynamic" is defined for linear layers'):
+            batched_op(tokens(24, N).unflatten(0, (3, 8)), w)
+    with without_torch_function(), pytest.raises(NotImplementedError, match="loop over them"):
+        grouped_op(x, w.mT, ends)
+
+
+def test_an_export_is_refused() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = stack(DYNAMIC["mxfp8"], 2)
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            return grouped(x, self.weight, ends)
+
+    with pytest.raises(NotImplementedError, match=r"torch.export of grouped_mm with .*loop over the experts"):
+        torch.export.export(Layer(), (tokens(9, K), ends_of((4, 5))), strict=False)
 
 
 @some

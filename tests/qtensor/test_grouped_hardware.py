@@ -2,7 +2,7 @@
 
 Its place is taken by a reading of what torch's kernels read, byte by byte: prepare_grouped_gemm_data in
 aten/src/ATen/native/cuda/GroupMMCommon.cuh for scales of rows, the blocked layout of FBGEMM's kernels for MXFP8. It
-refuses what they refuse. Layouts are compared with those that torchao prepares for the same kernels, too.
+refuses what they refuse. test_grouped_peers.py compares the layouts with those of torchao.
 """
 
 from __future__ import annotations
@@ -16,13 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
-from torchao.prototype.moe_training.kernels.mxfp8.quant import (
-    torch_pad_token_groups,
-    torch_to_blocked_2d_K_groups,
-    torch_to_blocked_2d_M_groups,
-    torch_to_blocked_per_group_3d,
-)
-from torchao.prototype.moe_training.utils import torch_to_float8_per_group_colwise
 
 from qtensor import (
     Float8BlockScaling,
@@ -35,11 +28,8 @@ from qtensor import (
 from qtensor.formats import float8, mxfp8
 from qtensor.products.grouped import multiply
 from qtensor.products.grouped.choice import Case, Way, choose, has_factors
-from qtensor.products.grouped.layout import places, spread
-from qtensor.products.grouped.operands import encode_group_columns
-from qtensor.products.grouped.scales import swizzle_column_groups, swizzle_row_groups, swizzle_stack
-from qtensor.spec.registry import format_of, specs_of
-from tests.qtensor.recipes_under_test import raw, same_bytes
+from qtensor.spec.registry import format_of
+from tests.qtensor.recipes_under_test import same_bytes
 from tests.qtensor.test_grouped import (
     DYNAMIC,
     EVERY,
@@ -231,62 +221,6 @@ def test_fast_accumulation_is_asked_for_in_forward_alone(
     recipe = dataclasses.replace(EXACT["float8"], accumulation=accumulation)
     trained(grouped, tokens(20, K), stack(recipe, 2), tokens(20, N, seed=5), ends_of((5, 15)))
     assert asked == [accumulation == "fast", False, False]
-
-
-# -- layouts, as torchao prepares them ---------------------------------------------------------------------------------
-
-
-def codes(*shape: int) -> Tensor:
-    return torch.randint(1, 255, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("sizes", [(5, 33, 20), (128, 1), (300, 200), (37,)], ids=str)
-@pytest.mark.parametrize("blocks", [4, 8])
-def test_scales_of_grouped_rows_stand_as_torchao_has_them(sizes: tuple[int, ...], blocks: int) -> None:
-    ends, scale = ends_of(sizes), codes(sum(sizes), blocks)
-    found = swizzle_row_groups(scale, ends).flatten()
-    wanted, starts = torch_to_blocked_2d_M_groups(scale, ends)
-    used = int(starts[-1]) * blocks
-    assert torch.equal(found[:used], wanted.flatten()[:used])
-
-
-@pytest.mark.parametrize("sizes", [(5, 3, 20), (4, 1), (8, 16), (37,)], ids=str)
-@pytest.mark.parametrize("rows", [128, 200])
-def test_scales_of_grouped_columns_stand_as_torchao_has_them(sizes: tuple[int, ...], rows: int) -> None:
-    ends, scale = ends_of(sizes), codes(rows, sum(sizes))
-    found = swizzle_column_groups(scale, ends).flatten()
-    wanted, starts = torch_to_blocked_2d_K_groups(scale, ends)
-    used = int(starts[-1]) * _up(rows, 128)
-    assert torch.equal(found[:used], wanted.flatten()[:used])
-
-
-@pytest.mark.parametrize("shape", [(3, 128, 4), (2, 200, 6), (1, 16, 1)], ids=str)
-def test_scales_of_a_stack_stand_as_torchao_has_them(shape: tuple[int, ...]) -> None:
-    scale = codes(*shape)
-    assert torch.equal(swizzle_stack(scale), torch_to_blocked_per_group_3d(scale))
-
-
-@pytest.mark.parametrize("sizes", [(5, 33, 20), (16, 1), (37,)], ids=str)
-def test_groups_are_filled_up_as_torchao_fills_them(sizes: tuple[int, ...]) -> None:
-    ends, x = ends_of(sizes), tokens(sum(sizes), 8)
-    at = places(ends, x.shape[0], 32)
-    wanted, _, wide = torch_pad_token_groups(x, ends, 32)
-    assert torch.equal(at.ends, wide)
-    assert torch.equal(spread(x, at)[: wide[-1]], wanted[: wide[-1]])
-
-
-@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_columns_of_groups_are_quantized_as_torchao_does(element: str, power_of_two: bool) -> None:
-    recipe = Float8CurrentScaling(element=element, power_of_two=power_of_two)
-    ends = ends_of((16, 48, 32))
-    x = tokens(96, 40)
-    parts = encode_group_columns(x, places(ends, 96, 16), 3, recipe)
-    dtype = specs_of(recipe)[0].dtype
-    wanted, scales = torch_to_float8_per_group_colwise(x, ends, dtype, power_of_two)
-    assert torch.equal(raw(parts["payload"][:, :96]), raw(wanted.t()))
-    # theirs is what values are multiplied by
-    assert torch.equal(parts["scale"].flatten(), scales.reciprocal())
 
 
 # -- the decision ------------------------------------------------------------------------------------------------------

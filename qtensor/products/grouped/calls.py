@@ -66,6 +66,12 @@ def grouped(x: Tensor, turned: QuantizedTensor, ends: Tensor | None, name: str) 
             flat = x.flatten(0, 1)
             ends = torch.arange(1, experts + 1, dtype=torch.int32, device=x.device) * tokens
         check_ends(ends, experts, flat.shape[0], flat.device)
+        ends = ends.contiguous()
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"torch.export of {name} with {described}: an exported program must run without qtensor, and torch has no "
+            'such product for it; loop over the experts with F.linear, or leave activations="dynamic" out'
+        )
     if not experts:
         return x.new_zeros((*x.shape[:-1], width))
     # nothing is kept without gradients, see QuantizedLinear
