@@ -1,10 +1,17 @@
-"""Groups, their columns and their scales, as torchao prepares them for the kernels of scaled_grouped_mm."""
+"""Grouped products beside other libraries.
+
+torchao prepares groups, their columns and their scales for the kernels of scaled_grouped_mm; transformers has experts
+that call grouped_mm.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 from torchao.prototype.moe_training.kernels.mxfp8.quant import (
     torch_pad_token_groups,
     torch_to_blocked_2d_K_groups,
@@ -13,7 +20,7 @@ from torchao.prototype.moe_training.kernels.mxfp8.quant import (
 )
 from torchao.prototype.moe_training.utils import torch_to_float8_per_group_colwise
 
-from qtensor import Float8CurrentScaling
+from qtensor import Float8CurrentScaling, MXFP8BlockScaling, quantize
 from qtensor.products.grouped.layout import places, spread
 from qtensor.products.grouped.operands import encode_group_columns
 from qtensor.products.grouped.scales import swizzle_column_groups, swizzle_row_groups, swizzle_stack
@@ -73,3 +80,58 @@ def test_columns_of_groups_are_quantized_as_torchao_does(element: str, power_of_
     assert torch.equal(raw(parts["payload"][:, :96]), raw(wanted.t()))
     # theirs is what values are multiplied by
     assert torch.equal(parts["scale"].flatten(), scales.reciprocal())
+
+
+# -- whose experts call grouped_mm -------------------------------------------------------------------------------------
+
+RECIPES = {
+    "float8": Float8CurrentScaling(activations="dynamic", gradients="e5m2"),
+    "mxfp8": MXFP8BlockScaling(activations="dynamic", gradients="e4m3"),
+}
+both = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+
+
+def with_quantized_stacks(module: Any, recipe: Any) -> list[nn.Parameter]:
+    """Put quantized stacks into the place of dense ones."""
+    made = []
+    for each in module.modules():
+        for name, value in list(each.named_parameters(recurse=False)):
+            if value.ndim == 3:
+                made.append(nn.Parameter(quantize(value.detach(), recipe)))
+                setattr(each, name, made[-1])
+    return made
+
+
+@both
+def test_experts_of_transformers_are_those_of_its_own_loop(recipe: Any) -> None:
+    """Its "eager" goes through the experts with F.linear; a token has two of them, whose sum has no order.
+
+    The loop takes the tokens of an expert in another order, and so the sums over them, dw, are rounded elsewhere.
+    """
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    stacks, ids = with_quantized_stacks(model, recipe), torch.randint(0, 64, (2, 16))
+    assert len(stacks) == 2
+    found = []
+    for implementation in ("eager", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        model.zero_grad()
+        out = model(ids, labels=ids)
+        out.loss.backward()
+        found.append({name: param.grad for name, param in model.named_parameters()} | {"logits": out.logits.detach()})
+    for name, value in found[0].items():
+        assert value.count_nonzero(), name
+        if "experts" not in name:
+            assert torch.equal(value, found[1][name]), name
