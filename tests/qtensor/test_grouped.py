@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_hooks.all_gather import Sharding, ShardRows
 from fsdp_hooks.torch_private import without_torch_function
-from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize, use_kernels
 from qtensor.products.grouped import multiply
 from qtensor.products.grouped.layout import places, spread
+from qtensor.products.grouped.operands import encode_group_columns
 from tests.qtensor.low_precision_backward import FLOAT8, MXFP8, expected_input_gradient, expected_weight_gradient
 from tests.qtensor.recipes_under_test import DELAYED, RECIPES, same_bytes
 from tests.sampling import sampled
@@ -452,3 +453,14 @@ def test_groups_are_filled_up_with_zeros(sizes: tuple[int, ...], multiple: int) 
         start, held = start + size, end
     assert placed[held:].count_nonzero() == 0
     assert placed.shape[0] % multiple == 0
+
+
+@pytest.mark.full  # it compiles
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_compiled_code_quantizes_columns_of_groups_to_the_same_bytes(element: str) -> None:
+    recipe, ends, x = Float8CurrentScaling(element=element), ends_of((5, 0, 33, 20)), tokens(60, 40)
+    at = places(ends, 60, 16)
+    with use_kernels("compiled"):
+        found = encode_group_columns(x, at, 4, recipe)
+    for name, part in encode_group_columns(x, at, 4, recipe).items():
+        assert same_bytes(found[name], part), name

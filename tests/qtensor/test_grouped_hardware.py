@@ -237,6 +237,11 @@ CASES: list[tuple[dict[str, Any], Way, str]] = [
     ({**H200, "a": FLOAT8, "b": EXACT["float8 tensor"]}, Way.SCALED, ""),
     ({**H200, "a": FLOAT8, "b": DYNAMIC["float8_delayed"]}, Way.SCALED, ""),
     ({**B200, "a": MX, "b": MX}, Way.SCALED, ""),
+    (
+        {**B200, "a": MX, "b": MX, "missing": "not built"},
+        Way.BF16,
+        "this build of torch has no scaled_grouped_mm for MX",
+    ),
     # gradients in E5M2: no kernel multiplies them, and factors are behind the sums
     ({**H200, "a": E5M2, "b": FLOAT8}, Way.BF16_EACH, "scaled_grouped_mm multiplies e4m3 by e4m3 alone"),
     ({**B200, "a": FLOAT8, "b": FLOAT8}, Way.BF16_EACH, "on compute capability 9.0, not on 10.0"),
@@ -277,13 +282,23 @@ def test_factors_are_those_that_the_format_takes_out() -> None:
             assert has_factors(recipe) == (factors is not None), recipe
 
 
-def test_torch_reads_the_arguments_that_it_is_given_here() -> None:
-    """On a CPU the call reaches torch's dispatcher, which knows no kernel for it, and no other fault."""
-    for recipe in (EXACT["float8"], EXACT["mxfp8"]):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(multiply, "choose", lambda case: (Way.SCALED, ""))
-            with pytest.raises(NotImplementedError, match=r"_scaled_grouped_mm_v2' (with arguments|is only available)"):
-                grouped(tokens(20, K), stack(recipe, 2), ends_of((5, 15)))
+@exact
+def test_a_build_without_the_kernels_is_asked_once(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the call reaches torch's dispatcher, which knows no kernel for it, and finds no other fault."""
+    monkeypatch.setattr(multiply, "_missing", {})
+    cases: list[Case] = []
+
+    def pretend(case: Case) -> tuple[Way, str]:
+        cases.append(case)
+        return (Way.FP32_EACH, case.missing) if case.missing else (Way.SCALED, "")
+
+    monkeypatch.setattr(multiply, "choose", pretend)
+    given = tokens(20, K), stack(recipe, 2), tokens(20, N, seed=5), ends_of((5, 15))
+    found = trained(grouped, *given)
+    assert [bool(case.missing) for case in cases] == [False, True, True, True]
+    (said,) = multiply._missing.values()
+    assert "_scaled_grouped_mm_v2" in said
+    assert all(same_bytes(*both) for both in zip(found, trained(looped, *given), strict=True))
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

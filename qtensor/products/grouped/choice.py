@@ -42,6 +42,7 @@ class Case:
         experts: how many.
         contraction: elements of a sum; of dw what tokens are padded to.
         width: of a row of the result.
+        missing: what torch said when it was asked for SCALED, if it has been built without.
     """
 
     device: str
@@ -53,6 +54,7 @@ class Case:
     experts: int
     contraction: int
     width: int
+    missing: str = ""
 
 
 def case_of(device: torch.device, a: Recipe, b: Recipe, dtype: torch.dtype, sizes: tuple[int, int, int]) -> Case:
@@ -115,6 +117,8 @@ def _unfit(case: Case, route: GroupedRoute | None) -> str:
         known = ", ".join(f"{major}.{minor}" for major, minor in route.capabilities)
         found = "?" if case.capability is None else f"{case.capability[0]}.{case.capability[1]}"
         return f"scaled_grouped_mm knows {name} on compute capability {known}, not on {found}"
+    if case.missing:
+        return f"this build of torch has no scaled_grouped_mm for {name}: {case.missing}"
     return _unfit_operands(case, route.multiple)
 
 

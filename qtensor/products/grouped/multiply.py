@@ -13,7 +13,7 @@ it. Fake and meta tensors, whose ends have no values, go the same way.
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from qtensor.products import in_bf16
 from qtensor.products.dynamic import Parts
 from qtensor.products.emulation import tell_of_emulation, without_autocast
 from qtensor.products.gradients import contraction_multiple, kinds_of
-from qtensor.products.grouped.choice import Way, case_of, choose
+from qtensor.products.grouped.choice import Case, Way, case_of, choose
 from qtensor.products.grouped.operands import turn_stack
 from qtensor.spec.format import GroupedRoute
 from qtensor.spec.recipes import Recipe
@@ -117,9 +117,10 @@ def _multiply_rows(  # noqa: PLR0913, PLR0917 - two operands, and how
 ) -> Tensor:
     experts, width, contraction = logical_shape(b["payload"], of_b)
     device = b["payload"].device
-    way, reason = choose(case_of(device, of_a, of_b, dtype, (experts, contraction, width)))
-    if way is Way.SCALED:
-        return _zero_behind(_grouped_route(of_b).rows(a, b, ends, dtype, of_b), ends)
+    case = case_of(device, of_a, of_b, dtype, (experts, contraction, width))
+    way, reason, y = _scaled(case, lambda route: route.rows(a, b, ends, dtype, of_b))
+    if y is not None:
+        return _zero_behind(y, ends)
     if way is Way.BF16:
         x, w = kernels.decode(a, of_a, torch.bfloat16), kernels.decode(b, of_b, torch.bfloat16)
         with without_autocast(device):
@@ -147,9 +148,10 @@ def _columns(a: Sequence[Tensor], b: Sequence[Tensor], ends: Tensor, told: Told,
     high, width = named[0]["payload"].shape[0], named[1]["payload"].shape[0]
     sizes = ends.shape[0], contraction_multiple(kinds.other), width
     device = ends.device
-    way, reason = choose(case_of(device, kinds.gradient, kinds.other, dtype, sizes))
-    if way is Way.SCALED:
-        return _grouped_route(kinds.other).columns(*named, ends, dtype, kinds.other)
+    case = case_of(device, kinds.gradient, kinds.other, dtype, sizes)
+    way, reason, dw = _scaled(case, lambda route: route.columns(*named, ends, dtype, kinds.other))
+    if dw is not None:
+        return dw
     if way is Way.BF16:
         x, w = (kernels.decode(part, of, torch.bfloat16) for part, of in zip(named, kinds[:2], strict=True))
         with without_autocast(device):
@@ -168,11 +170,25 @@ def _columns(a: Sequence[Tensor], b: Sequence[Tensor], ends: Tensor, told: Told,
     return dw
 
 
-def _grouped_route(recipe: Recipe) -> GroupedRoute:
-    route = registered(recipe).route
-    assert route is not None
-    assert route.grouped is not None
-    return route.grouped
+_missing: dict[type[Recipe], str] = {}  # what torch said of products that it has been built without
+
+
+def _scaled(case: Case, call: Callable[[GroupedRoute], Tensor]) -> tuple[Way, str, Tensor | None]:
+    """Return the way, why it is not SCALED, and the product if it is.
+
+    MXFP8's is a part that builds of torch may lack, which no flag tells: the first call finds out.
+    """
+    kind = type(case.b)
+    case = dataclasses.replace(case, missing=_missing.get(kind, ""))
+    way, reason = choose(case)
+    route = registered(case.b).route
+    if way is not Way.SCALED or route is None or route.grouped is None:
+        return way, reason, None
+    try:
+        return way, reason, call(route.grouped)
+    except NotImplementedError as error:
+        _missing[kind] = str(error).partition("\n")[0]
+        return *choose(dataclasses.replace(case, missing=_missing[kind])), None
 
 
 def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
