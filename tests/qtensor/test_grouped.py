@@ -425,6 +425,13 @@ def test_what_has_no_meaning_is_refused(case: tuple[type[Exception], Any, str]) 
         call(tokens(9, K), stack(FLOAT8["float8_row"], 2), ends_of((4, 5)))
 
 
+def test_ends_are_read_in_compiled_code_too() -> None:
+    """Where a graph cannot look at them, the product does."""
+    x, w, wrong = tokens(9, K), stack(DYNAMIC["mxfp8"], 2), ends_of((4, 9))
+    with pytest.raises(ValueError, match=r"are \[4, 13\]; expected ends that never fall, from 0 to 9"):
+        torch.compile(grouped, fullgraph=True, backend="aot_eager")(x, w, wrong)
+
+
 def test_stacks_without_quantized_inputs_go_to_torch_as_before() -> None:
     for recipe in (MXFP8BlockScaling(), Float8CurrentScaling()):
         w, x, ends = stack(recipe, 2), tokens(9, K), ends_of((4, 5))

@@ -12,6 +12,8 @@ Nothing here asks the device how many tokens a group has: shapes depend on T and
 block of zeros, since the grouped kernels of CUTLASS refuse a sum of no terms.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -52,9 +54,21 @@ def check_ends(ends: Tensor, experts: int, tokens: int, device: torch.device) ->
         )
     if type(ends) is not Tensor or ends.device.type != "cpu" or is_tracing() or not experts:
         return
+    list(groups(ends, tokens))
+
+
+def groups(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
+    """Yield the groups that have tokens; this asks the device for their ends.
+
+    Raises:
+        ValueError: ends that fall, or lie outside of 0 .. tokens.
+    """
     listed = ends.tolist()
-    if listed != sorted(listed) or listed[0] < 0 or listed[-1] > tokens:
+    if listed != sorted(listed) or (listed and (listed[0] < 0 or listed[-1] > tokens)):
         raise ValueError(f"offs of grouped tokens are {listed}; expected ends that never fall, from 0 to {tokens}")
+    for expert, (start, end) in enumerate(itertools.pairwise([0, *listed])):
+        if end > start:
+            yield expert, slice(start, end)
 
 
 def owners(ends: Tensor, tokens: int) -> Tensor:

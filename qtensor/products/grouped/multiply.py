@@ -13,7 +13,7 @@ it. Fake and meta tensors, whose ends have no values, go the same way.
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from qtensor.products.dynamic import Parts
 from qtensor.products.emulation import tell_of_emulation, without_autocast
 from qtensor.products.gradients import contraction_multiple, kinds_of
 from qtensor.products.grouped.choice import Case, Way, case_of, choose
+from qtensor.products.grouped.layout import groups
 from qtensor.products.grouped.operands import turn_stack
 from qtensor.spec.format import GroupedRoute
 from qtensor.spec.recipes import Recipe
@@ -129,7 +130,7 @@ def _multiply_rows(  # noqa: PLR0913, PLR0917 - two operands, and how
         tell_of_emulation(device, type(of_b).__name__, reason)
     values = kernels.decode(a, of_a, torch.float32) if way is Way.FP32_EACH else None
     y = torch.zeros((a["payload"].shape[0], width), dtype=dtype, device=device)
-    for expert, group in _groups(ends):
+    for expert, group in groups(ends, y.shape[0]):
         matrix = _entry(b, expert)
         if values is None:
             cut = {name: part[group] for name, part in a.items()}
@@ -159,7 +160,7 @@ def _columns(a: Sequence[Tensor], b: Sequence[Tensor], ends: Tensor, told: Told,
     if way is Way.FP32_EACH:
         tell_of_emulation(device, type(kinds.other).__name__, reason)
     dw = torch.zeros((ends.shape[0], high, width), dtype=dtype, device=device)
-    for expert, group in _groups(ends):
+    for expert, group in groups(ends, named[0]["payload"].shape[1]):
         cut = [_cut_columns(part, of, expert, group) for part, of in zip(named, kinds[:2], strict=True)]
         if way is Way.BF16_EACH:
             dw[expert] = in_bf16.multiply(cut[0], kinds.gradient, cut[1], kinds.other, dtype)
@@ -189,15 +190,6 @@ def _scaled(case: Case, call: Callable[[GroupedRoute], Tensor]) -> tuple[Way, st
     except NotImplementedError as error:
         _missing[kind] = str(error).partition("\n")[0]
         return *choose(dataclasses.replace(case, missing=_missing[kind])), None
-
-
-def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield the groups that have tokens; this asks the device for their ends."""
-    start = 0
-    for expert, end in enumerate(ends.tolist()):
-        if end > start:
-            yield expert, slice(start, end)
-        start = end
 
 
 def _entry(stack: Parts, expert: int) -> dict[str, Tensor]:
@@ -233,7 +225,7 @@ def _plain_rows(grad: Tensor, held: Parts, ends: Tensor, recipe: Recipe) -> Tens
         values = kernels.decode(held, recipe, grad.dtype)
         return _zero_behind(F.grouped_mm(grad.contiguous(), values, offs=ends), ends)
     dx = grad.new_zeros((grad.shape[0], width))
-    for expert, group in _groups(ends):
+    for expert, group in groups(ends, grad.shape[0]):
         dx[group] = torch.matmul(grad[group], kernels.decode(_entry(held, expert), recipe, grad.dtype))
     return dx
 
@@ -242,7 +234,7 @@ def _plain_columns(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if _is_one_launch(grad, ends.shape[0], x.shape[1]):
         return F.grouped_mm(grad.contiguous().t(), x.contiguous(), offs=ends)
     dw = grad.new_zeros((ends.shape[0], grad.shape[1], x.shape[1]))
-    for expert, group in _groups(ends):
+    for expert, group in groups(ends, grad.shape[0]):
         dw[expert] = grad[group].T @ x[group]
     return dw
 
