@@ -8,7 +8,8 @@ different ones, the vector of their values, one a shard (see fsdp_hooks.all_gath
 dim, or putting columns together, needs agreed scales.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_hooks.all_gather import Sharding, ShardRows
-from fsdp_hooks.torch_private import is_fake, is_tracing
+from fsdp_hooks.torch_private import is_fake, is_tracing, make_wrapper
 from qtensor.ops.joined import Joined, broadcast_flat
 from qtensor.ops.table import implements
 from qtensor.spec.registry import describe, specs_of, tensor_wide
@@ -83,7 +84,7 @@ def _join(pieces: list[Tensor], dim: int) -> Tensor:
 
 @implements(c10d.all_gather_into_tensor.default)
 def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gather every part as bytes, rank after rank, and wait for it: in a graph, where the graph waits."""
+    """Gather every part as bytes, rank after rank, and wait for them: in a graph, where the graph waits."""
     q, ranks, group = args
     if q._sharding.shards is not None or q._lens.described is not None:
         raise NotImplementedError(
@@ -91,14 +92,23 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "fsdp_hooks.unsharded(module) for the weights of a module, or dcp_adapters.expand(state_dict) for its "
             "parts as plain DTensors"
         )
-    parts = {}
+    sent = {}
     for spec in specs_of(q.recipe):
-        part = q.parts()[spec.name]
-        # products do not need it, so this shard's own will do
-        if not spec.gathered:
-            parts[spec.name] = part.clone()
-        else:
-            parts[spec.name] = _gather(part if spec.extends_along(0, q.ndim) else part.reshape(1), ranks, group)
+        # products do not need the others
+        if spec.gathered:
+            part = q.parts()[spec.name]
+            data = part if spec.extends_along(0, q.ndim) else part.reshape(1)
+            sent[spec.name] = func(data.contiguous().view(torch.uint8), ranks, group)
+    return Gathering(q, sent, ranks) if is_tracing() else _arrived(q, sent, ranks)
+
+
+def _arrived(q: QuantizedTensor, sent: Mapping[str, Tensor], ranks: int) -> QuantizedTensor:
+    """Wait for the bytes that were gathered of a shard and its likes, and return the whole of them."""
+    parts = {
+        # of what is not gathered, this shard's own will do
+        spec.name: c10d.wait_tensor(sent[spec.name]).view(spec.dtype) if spec.name in sent else part.clone()
+        for spec, part in zip(specs_of(q.recipe), q.parts().values(), strict=True)
+    }
     wide, shards, padded = tensor_wide(q.recipe), ShardRows(q.shape[0]), q._sharding.padded_rows
     # the shards agree: one value serves all rows, as in a weight that was never cut; a graph cannot ask
     if wide and not is_tracing() and not is_fake(parts[wide]) and bool((parts[wide] == parts[wide][0]).all()):
@@ -109,6 +119,54 @@ def all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         allocated=padded is not None,  # its first rows are the whole tensor
     )
     return q._like(parts, sharding=sharding)
+
+
+# newer torch hands results through a second op on the way to autograd
+_WAITS = [getattr(c10d, name).default for name in ("wait_tensor", "_wrap_tensor_autograd") if hasattr(c10d, name)]
+
+
+@implements(*_WAITS)
+def wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do nothing: the parts have been waited for already."""
+    return args[0]
+
+
+class Gathering(Tensor):
+    """A weight that a graph gathers and has not waited for: nothing else is done to it.
+
+    The passes of compilers, and the policies of activation checkpointing, look for a wait directly behind a gather.
+
+    Attributes:
+        shard: what this rank has sent.
+        sent: the bytes of the parts, of all ranks.
+        ranks: how many these are.
+    """
+
+    shard: QuantizedTensor
+    sent: Mapping[str, Tensor]
+    ranks: int
+
+    def __new__(cls, shard: QuantizedTensor, sent: Mapping[str, Tensor], ranks: int) -> Self:
+        """Wrap what is under way; internal."""
+        self: Any = make_wrapper(cls, (ranks * shard.shape[0], *shard.shape[1:]), shard.dtype, shard.device)
+        self.shard, self.sent, self.ranks = shard, sent, ranks
+        return self  # type: ignore[no-any-return]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: all is done in __new__."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's type is that of the C function it has by default
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is c10d.wait_tensor.default:
+            return _arrived(args[0].shard, args[0].sent, args[0].ranks)
+        if func in _WAITS:
+            return args[0]
+        raise NotImplementedError(f"{func} is not defined for a gather that is under way; call wait_tensor on it first")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch's own has no types
+        return f"Gathering({self.shard!r})"
 
 
 @implements(torch.ops.c10d.scatter_.default)
@@ -148,29 +206,8 @@ def _is_flat(tensor: Tensor) -> bool:
     return isinstance(tensor, QuantizedTensor) and tensor.ndim == 1 and tensor._lens.described is not None
 
 
-# newer torch hands results through a second op on the way to autograd
-_WAITS = [getattr(c10d, name).default for name in ("wait_tensor", "_wrap_tensor_autograd") if hasattr(c10d, name)]
-
-
-@implements(*_WAITS)
-def wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wait for the parts, in a graph: they are bytes until then. Elsewhere they have been waited for already."""
-    q = args[0]
-    if func is not c10d.wait_tensor.default or not is_tracing():
-        return q
-    own = q.parts()
-    arrived = {spec.name: func(own[spec.name]).view(spec.dtype) for spec in specs_of(q.recipe) if spec.gathered}
-    return q._like({**own, **arrived}, lens=q._lens, sharding=q._sharding, shape=q.shape)
-
-
 def _pad(part: Tensor, rows: int) -> Tensor:
     """Return `part` with `rows` more rows of zero bytes."""
     data = part.view(torch.uint8)
     more = rows if part.ndim > 1 else rows * part.itemsize
     return F.pad(data, [0] * (2 * part.ndim - 1) + [more]).view(part.dtype)
-
-
-def _gather(part: Tensor, ranks: int, group: str) -> Tensor:
-    gathered = c10d.all_gather_into_tensor(part.contiguous().view(torch.uint8), ranks, group)
-    # the passes of compilers look for a gather with a wait directly behind it, see `wait`
-    return gathered if is_tracing() else c10d.wait_tensor(gathered).view(part.dtype)  # type: ignore[no-any-return]

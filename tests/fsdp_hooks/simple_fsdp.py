@@ -39,11 +39,12 @@ def whole(shard: Any) -> Tensor:
 
 
 def simple_fsdp(model: Any, mesh: Any) -> Any:
-    """Shard every parameter of a model, which is the same on all ranks, in place."""
+    """Shard every parameter of a model, the same on all ranks, over the last dim of a mesh, in place."""
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
         for name, param in own.items():
-            shard = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
+            shard = distribute_tensor(param.detach(), mesh, placements, src_data_rank=None)
             module.register_parameter(name, nn.Parameter(shard, requires_grad=param.requires_grad))
         if own:
             module.__class__ = _gathering(type(module), tuple(own))

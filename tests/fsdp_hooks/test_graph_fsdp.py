@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, fx
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
@@ -35,6 +35,7 @@ from tests.fsdp_hooks.cases import (
     bits,
     build,
     local,
+    mesh_of,
     shard,
     snapshot,
 )
@@ -176,6 +177,27 @@ def test_one_graph_of_all_gathers_is_exact(ranks: int, name: str) -> None:
 @pytest.mark.parametrize(("ranks", "name"), [(3, "nvfp4"), (2, "float8_tensor"), (3, "mxfp8_square")])
 def test_dense_shards_are_quantized_in_front_of_the_gather(ranks: int, name: str) -> None:
     run_ranks(ranks, gathers_in_one_graph, name, "high_precision")
+
+
+def replicates_too(name: str) -> None:
+    """2 replicas of 2 shards: a gather within each, and gradients that are summed over both mesh dims."""
+    mesh = mesh_of(2, 2)
+    sharded, reference = (build(EVERY[name], (ROWS[name],), head=_head(name)) for _ in range(2))
+    simple_fsdp(sharded, mesh)
+    graphs: list[fx.Graph] = []
+    torch.compiler.reset()
+    output = train_once(torch.compile(sharded, fullgraph=True, backend=graph_that_counts(graphs)))
+    torch.compiler.reset()
+    assert_same_bytes(output.detach(), train_once(reference).detach(), "output")
+    assert {dtype for dtype, _ in gathers_in(graphs[0])} == {torch.uint8, torch.bfloat16}
+    for (fqn, param), other in zip(sharded.named_parameters(), reference.parameters(), strict=True):
+        summed = DTensor.from_local(other.grad, mesh, [Partial()] * 2).redistribute(placements=[Replicate(), Shard(0)])
+        assert_same_bytes(local(param.grad), local(summed), f"gradient of {fqn}")
+
+
+@pytest.mark.full
+def test_replicas_gather_within_themselves() -> None:
+    run_ranks(4, replicates_too, "nvfp4")
 
 
 def inductor_as_one_process(name: str) -> None:

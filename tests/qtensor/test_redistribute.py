@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -63,3 +65,29 @@ def _shards_of_their_own_scales(recipe: Float8CurrentScaling | NVFP4BlockScaling
 def test_shards_of_different_scales_are_gathered_over_one_mesh_dim_and_refused_over_two() -> None:
     for recipe in (Float8CurrentScaling(granularity="tensor"), NVFP4BlockScaling()):
         run_ranks(4, _shards_of_their_own_scales, recipe)
+
+
+def _under_way_in_a_graph(recipe: NVFP4BlockScaling) -> None:
+    q, group = quantize(weight(16, 32), recipe), dist.group.WORLD
+    assert group is not None
+    c10d = torch.ops._c10d_functional
+    with tracing(TracingContext(FakeTensorMode())):
+        gathering = c10d.all_gather_into_tensor(q, 2, group.group_name)
+        assert (gathering.shape, gathering.dtype) == ((32, 32), q.dtype)
+        for use in (
+            lambda: gathering + 1,
+            lambda: gathering[:3],
+            gathering.detach,
+            lambda: gathering.to(torch.float32),
+        ):
+            with pytest.raises(
+                NotImplementedError, match="not defined for a gather that is under way; call wait_tensor"
+            ):
+                use()
+        whole = c10d.wait_tensor(gathering)
+    assert same_bytes(whole.dequantize(), torch.cat([q.dequantize()] * 2))
+
+
+def test_nothing_is_done_to_a_gather_of_a_graph_before_its_wait() -> None:
+    """Until then its parts are bytes, which would be other numbers."""
+    run_ranks(2, _under_way_in_a_graph, NVFP4BlockScaling())
