@@ -8,6 +8,7 @@ underscore.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -128,13 +129,14 @@ def redistributed_for() -> str | None:
 
     A copy is what full_tensor() and torch's full state dicts want. No operation says so: we look for who called.
     """
-    frame, found = sys._getframe(1), None
+    frame: FrameType | None = sys._getframe(1)
+    found = None
     while frame is not None:
         module = frame.f_globals.get("__name__")
         if module in STATE_DICTS or frame.f_code is DTensor.full_tensor.__code__:
             return "copy"
         found = "other" if module == redistribute_local_tensor.__module__ else found
-        frame = frame.f_back  # type: ignore[assignment] # the last frame has none
+        frame = frame.f_back
     return found
 
 

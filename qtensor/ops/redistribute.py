@@ -3,9 +3,10 @@
     full_tensor        constant_pad_nd (uneven shards) -> all_gather_into_tensor -> wait_tensor -> slice, cat (columns)
     distribute_tensor  split -> constant_pad_nd -> scatter_ from rank 0 -> slice; broadcast_ if a mesh dim replicates
 
-The result of a gather has the bytes of the shards. Its tensor-wide scale is the agreed one, or, if the shards hold
-different ones, the vector of their values, one a shard (see fsdp_hooks.all_gather). Gathering over more than one mesh
-dim, or putting columns together, needs agreed scales.
+In a graph `redistribute` gathers a weight for a product, as SimpleFSDP asks: the same collectives, waited for where the
+graph waits. The result of a gather has the bytes of the shards. Its tensor-wide scale is the agreed one, or, if the
+shards hold different ones or a graph cannot ask, the vector of their values, one a shard (see fsdp_hooks.all_gather).
+Gathering over more than one mesh dim, or putting columns together, needs agreed scales.
 """
 
 from collections.abc import Mapping

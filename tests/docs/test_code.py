@@ -220,6 +220,18 @@ def guide(path: Path) -> None:
     assert (path / "step-2000" / ".metadata").exists()
 
 
+def graphs(path: Path) -> None:
+    names = namespace(build_model=Model, mesh=init_device_mesh("cpu", (2,)), x=small_models.batch())
+    with pytest.MonkeyPatch.context() as patch:
+        # dynamo finds no names in a module that is a page; tests/fsdp_hooks/test_graph_fsdp.py compiles
+        patch.setattr(torch, "compile", lambda model, fullgraph: model)
+        names = page("graphs.md").run(names)
+    for module in names["model"].modules():
+        if isinstance(module, names["Gathered"]):
+            assert isinstance(local(module._parameters["weight"]), QuantizedTensor)
+            assert local(module._parameters["weight"].grad).abs().max() > 0
+
+
 def how_to_shard(path: Path) -> None:
     models = iter([Model(Pair), Model(Adapted)])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -377,6 +389,7 @@ RUN: dict[str, tuple[int, Callable[[Path], None]]] = {  # page: on how many rank
     "docs/engines.md": (2, engines),
     "docs/export.md": (1, export),
     "docs/format_search.md": (1, format_search),
+    "docs/graphs.md": (2, graphs),
     "docs/guide.md": (2, guide),
     "docs/how_to_shard.md": (4, how_to_shard),
     "docs/index.md": (2, index),

@@ -28,6 +28,7 @@ RAISED_IN = {
     "which would be written twice": "tests/dcp_adapters/hf/test_renamed_models.py",
     "say by rest=": "tests/dcp_adapters/hf/test_renamed_models.py",
     "traced through another version of qtensor": "tests/qtensor/test_graph_key.py",
+    "would send dense values": "tests/fsdp_hooks/test_graph_fsdp.py",
     "use True or False": "tests/fsdp_hooks/test_refusals.py",
     "torch.compile failed": "tests/qtensor/test_kernels.py",
     "computes other bytes than the format defines": "tests/gpu_offline/test_proving.py",

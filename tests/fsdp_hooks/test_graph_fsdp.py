@@ -332,8 +332,8 @@ def refuses_dense_gathers() -> None:
 
 
 REFUSED = (
-    r"gathering a shard of a quantized weight of shape .* with storage='high_precision' by DTensor.redistribute would "
-    r"send dense values, .* compile the module that gathers"
+    r"gathering a shard of a quantized weight of shape .* with storage='high_precision' by DTensor\.redistribute "
+    r"would send dense values, .* compile the module that gathers"
 )
 
 
