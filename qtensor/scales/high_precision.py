@@ -288,7 +288,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with torch.inference_mode(mode=False), torch.no_grad():
                 return func(*args, **kwargs)
     # on its way into a product, which must see quantized values
-    if func in TRANSPOSES or sends_parts(func, *args):
+    if func in TRANSPOSES or sends_parts(func, args):
         return func(args[0].quantize(), *args[1:], **kwargs)
     if func is aten.split.Tensor:
         refuse_resharding_to_a_smaller_mesh(args[0], args[1])

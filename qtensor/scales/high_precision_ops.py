@@ -41,7 +41,7 @@ RESHAPES_IN_PLACE = frozenset(
 )
 
 
-def sends_parts(func: Any, shard: Any, *options: Any) -> bool:
+def sends_parts(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether an op is a gather of a shard for a product, which must see quantized values.
 
     In a graph it is. In eager code `full_tensor()` and state dicts gather copies of the values. What another gather is
@@ -52,15 +52,15 @@ def sends_parts(func: Any, shard: Any, *options: Any) -> bool:
     """
     if func not in GATHERS:
         return False
-    # rows are padded for a gather; what else pads is no business of ours
-    pads = func is aten.constant_pad_nd.default
-    if pads and (len(options[0]) != 2 * shard.ndim or any(options[0][:-1])):
+    wanted = redistributed_for()
+    # others pad, too, and what they do with it is no business of ours
+    if func is aten.constant_pad_nd.default and wanted is None:
         return False
     if is_tracing():
         return True
-    wanted = redistributed_for()
-    if wanted == "copy" or (pads and wanted is None):
+    if wanted == "copy":
         return False
+    shard = args[0]
     raise NotImplementedError(
         f"gathering a shard of {describe(shard.shape, shard.recipe)} with storage='high_precision' by "
         "DTensor.redistribute would send dense values, and a product with them would not be quantized. For a product: "
