@@ -11,9 +11,9 @@
 These are the formulas of TransformerEngine's kernels. The low nibble is the even column. A block that held an element
 that is not finite gets the scale NaN and decodes to NaN; a block with scale 0 decodes to 0.
 
-With scale_choice="4over6" (Cook et al. 2025, "Four Over Six", arXiv 2512.02010) a block's amax becomes 6 or 4, whichever
-changes the block less: between 4 and 6 there is no element, and under the scale of 4 all steps are narrower than 2 of
-them. The larger scale must be an E4M3 number as well, so S leaves room for it, as there and in TransformerEngine:
+With scale_choice="4over6" (Cook et al. 2025, "Four Over Six", arXiv 2512.02010) a block's amax becomes 6 or 4, what
+changes the block less: the widest step is a third of the amax then, between 4 and 6, or a quarter, between 3 and 4. The
+larger scale must be an E4M3 number as well, so S leaves room for it, as there and in TransformerEngine:
 
     S            = 1 if amax_tensor == 0 else min(1536 / amax_tensor, FLT_MAX)          (1536 = 256 * 6)
     six, four    = the scale as above; E4M3_RNE(clamp(min(amax_block * (S * fp32(1/6)), FLT_MAX) * 1.5, 0, 448))
@@ -49,7 +49,7 @@ from qtensor.spec.blocks import (
     tile,
 )
 from qtensor.spec.codecs import e2m1, e8m0
-from qtensor.spec.codecs.hashing import bits, columns_of
+from qtensor.spec.codecs.hashing import bits_along
 from qtensor.spec.format import Format, Grain, PartSpec, Route
 from qtensor.spec.recipes import IF_SET, Recipe, check_choice
 from qtensor.spec.registry import register
@@ -152,7 +152,7 @@ class _NVFP4(Format):
         blocks = tile(x, BLOCK)  # [.., K // 16, 16]
         whole = finite(blocks)
         broken = marked_blocks(quantizer, whole, BLOCK, square=recipe.blocks == "square")
-        drawn = tile(bits(quantizer["keys"], columns_of(x)), BLOCK) if "keys" in quantizer else None
+        drawn = tile(bits_along(quantizer["keys"], x.shape[-1]), BLOCK) if "keys" in quantizer else None
         payload = e2m1.encode(blocks * enc.unsqueeze(-1), whole, drawn).reshape(*x.shape[:-1], x.shape[-1] // 2)
         marked = torch.where(broken > 0, math.nan, quantizer["scale"].to(torch.float32)).to(torch.float8_e4m3fn)
         return {"payload": payload, "scale": marked, "global_scale": quantizer["global_scale"]}
@@ -194,9 +194,7 @@ class _NVFP4(Format):
         wide, chosen = parts["global_scale"], recipe.scale_choice is not None
         if name == "global_scale":
             top = LARGEST_OF_SIX if chosen else LARGEST_SCALE
-            return (
-                (largest >= top) | ((largest == 0) & (wide == 1)) | (wide < torch.finfo(torch.float32).tiny)
-            )
+            return (largest >= top) | ((largest == 0) & (wide == 1)) | (wide < torch.finfo(torch.float32).tiny)
         scale = parts["scale"].to(torch.float32)
         made = (largest >= 4) | ((largest >= 3) & (scale == LEAST_SCALE))
         if chosen:

@@ -164,9 +164,7 @@ def _other_operand(weight: "QuantizedTensor", kinds: Kinds) -> "_Turned | _Turne
 @functools.cache
 def kinds_of(recipe: Recipe) -> Kinds:
     """Return what the operands are quantized to under a recipe with `gradients`."""
-    return Kinds(
-        recipe.of_gradients, recipe.of_backward, recipe.stored, recipe.rotates_tokens, recipe.draws_gradients
-    )
+    return Kinds(recipe.of_gradients, recipe.of_backward, recipe.stored, recipe.rotates_tokens, recipe.draws_gradients)
 
 
 def turn_weight(parts: Parts, kinds: Kinds, seen: SeenWeight) -> tuple[dict[str, Tensor], Tensor | None]:

@@ -117,10 +117,10 @@ def test_unknown_recipes_and_options_are_refused(checkpoint: str, capsys: pytest
 
     assert convert("int3") == (
         "unknown recipe 'int3'; this version knows float8-block, float8-block-row, int4-32, int4-64, int4-128, mxfp4, "
-        "mxfp4-floor, mxfp8, mxfp8-square, nf4, nf4-32, nf4-128, nvfp4, nvfp4-square, float8-row, float8-tensor, "
-        "float8-delayed, int8-row, Float8BlockScaling, Int4GroupScaling, MXFP4BlockScaling, MXFP8BlockScaling, "
-        "NF4BlockScaling, NVFP4BlockScaling, Float8CurrentScaling, Float8DelayedScaling, Int8RowScaling, bfloat16, "
-        "float16, float32"
+        "mxfp4-floor, mxfp8, mxfp8-square, nf4, nf4-32, nf4-128, nvfp4, nvfp4-square, nvfp4-4over6, float8-row, "
+        "float8-tensor, float8-delayed, int8-row, Float8BlockScaling, Int4GroupScaling, MXFP4BlockScaling, "
+        "MXFP8BlockScaling, NF4BlockScaling, NVFP4BlockScaling, Float8CurrentScaling, Float8DelayedScaling, "
+        "Int8RowScaling, bfloat16, float16, float32"
     )
     assert convert("mxfp8", "--option", "block=square") == (
         "MXFP8BlockScaling has no option 'block'; it has element, blocks, scale_rounding"

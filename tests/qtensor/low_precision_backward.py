@@ -163,7 +163,7 @@ def _in_halves(numbers: np.ndarray[Any, Any]) -> Any:
 
 
 def rotated(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Every 16 numbers of each row times signs and Hadamard matrix / 4, [M, C]: numbers 1, 2, 4 and 8 apart, in fp32."""
+    """Every 16 numbers of each row times signs and Hadamard matrix / 4: numbers 1, 2, 4 and 8 apart, in fp32."""
     tiles = values.reshape(len(values), -1, 16) * SIGNS
     for apart in (1, 2, 4, 8):
         first = [place for place in range(16) if not place & apart]
@@ -181,8 +181,8 @@ def element_of(recipe: Any) -> str:
 def rows(x: Tensor, recipe: Any, element: str, *, tokens: bool = False) -> Tensor:
     """fp32 [M, C padded]: the decoded values of x [M, C] with every row quantized by itself, as `recipe` says.
 
-    NVFP4: `element` names gradients, or is "" for others; `tokens`: rows go along tokens, in the product that may rotate
-    them.
+    NVFP4: `element` names gradients, or is "" for others; `tokens`: rows go along tokens, which that product may
+    rotate.
     """
     block = 16 if isinstance(recipe, Float8CurrentScaling | Float8DelayedScaling) else 32
     values = x.detach().float().numpy()

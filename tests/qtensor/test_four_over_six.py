@@ -88,7 +88,7 @@ def test_it_is_nvfp4_to_whoever_reads_it() -> None:
 
 @pytest.mark.parametrize("exponent", [-20, 0, 20])
 def test_requantizing_decoded_values_keeps_them(exponent: int) -> None:
-    """A block may get its other scale if that holds its values, too, so bytes may change; values do by fp32's rounding."""
+    """A block may get its other scale if that holds its values, too: bytes may change, values by fp32's rounding."""
     values = quantize(weight(64, 256, torch.float32) * 2.0**exponent, CHOSEN).dequantize()
     again = quantize(values, CHOSEN).dequantize()
     assert torch.allclose(again, values, rtol=2.0**-22, atol=0)
@@ -128,7 +128,7 @@ def test_what_is_not_finite_marks_its_block_alone() -> None:
 def test_masters_in_two_bytes_are_refused_by_name() -> None:
     with quantized_model_init(CHOSEN):
         net = nn.Linear(64, 32, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="scale_choice='4over6'"):
+    with pytest.raises(ValueError, match=r"scale_choice=.4over6.\W"):
         MasterWeightOptimizer(torch.optim.AdamW, net.named_parameters(), masters="remainder")
 
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_says_which_it_is(tmp_path: Path) -> None:
     other: Any = quantize(weight(seed=1), CHOSEN)
     load({"w": other}, tmp_path)
     assert same_parts(other, q)
-    with pytest.raises(CheckpointException, match="scale_choice=.4over6."):
+    with pytest.raises(CheckpointException, match=r"scale_choice=.4over6.\W"):
         load({"w": quantize(weight(seed=1), PLAIN)}, tmp_path)
 
 

@@ -1,7 +1,7 @@
 """Random bits of integers: a hash that tells numbers apart, and bits of elements given the keys of their rows.
 
     bits      [rows, K]    = mix(row key ^ column * GOLDEN)
-    row key   [rows, 1]    = mix(sum_j mix(raw_j ^ j * GOLDEN)), raw: the fp32 numbers of the row, as integers; without +0
+    row key   [rows, 1]    = mix(sum_j mix(raw_j ^ j * GOLDEN))        raw: fp32 numbers as integers, without those of +0
 
 `mix` is the 32-bit hash "lowbias32" (Chris Wellons, hash-prospector; public domain). Its arithmetic is modulo 2^32 in
 int32. Bits are good enough to round with; they are no random numbers for statistics or secrets.
@@ -35,14 +35,23 @@ def bits(keys: Tensor, columns: Tensor) -> Tensor:
 def keys_of_content(x: Tensor) -> Tensor:
     """Return int32 [.., 1]: a key of each row of fp32 numbers [.., K], made of all of them."""
     raw = x.view(torch.int32)
-    each = torch.where(raw == 0, 0, bits(raw, columns_of(x)))
-    total = each.to(torch.int64).sum(dim=-1, keepdim=True) & _WORD
-    return mix(((total ^ _SIGN) - _SIGN).to(torch.int32))  # the lower half, as a signed number
+    each = torch.where(raw == 0, 0, bits_along(raw))
+    return mix(_lower(each.to(torch.int64).sum(dim=-1, keepdim=True)))
 
 
-def columns_of(x: Tensor) -> Tensor:
-    """Return int32 [K]: the columns of a row, counted from 0."""
-    return torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+def bits_along(keys: Tensor, columns: int | None = None) -> Tensor:
+    """Return the `bits` of columns 0, 1, .. of [.., columns or 1], given a key of each row, or of each element.
+
+    In int64 up to where bits are combined: compilers take a product of a place and a number for an address, which they
+    count up without looking whether it still fits into int32.
+    """
+    places = torch.arange(columns or keys.shape[-1], dtype=torch.int64, device=keys.device)
+    return mix(keys ^ _lower(places * GOLDEN))
+
+
+def _lower(x: Tensor) -> Tensor:
+    """Return the lower halves of int64, as signed numbers in int32."""
+    return (((x & _WORD) ^ _SIGN) - _SIGN).to(torch.int32)
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
