@@ -1,7 +1,7 @@
 """Random bits of integers: a hash that tells numbers apart, and bits of elements given the keys of their rows.
 
     bits      [rows, K]    = mix(row key ^ column * GOLDEN)
-    row key   [rows, 1]    = mix(sum_j mix(raw_j ^ j * GOLDEN))        raw: fp32 numbers as integers, without those of +0
+    row key   [rows, 1]    = mix(sum_j mix(raw_j ^ j * GOLDEN))        raw: fp32 numbers as integers, none of +0
 
 `mix` is the 32-bit hash "lowbias32" (Chris Wellons, hash-prospector; public domain). Its arithmetic is modulo 2^32 in
 int32. Bits are good enough to round with; they are no random numbers for statistics or secrets.
