@@ -192,6 +192,28 @@ def test_shards_of_a_gathered_stack_keep_their_own_scales(recipe: Any) -> None:
     assert all(same_bytes(torch.cat(both), one) for one, *both in zip(found, *halves, strict=True))
 
 
+@pytest.mark.parametrize("recipe", [*FLOAT8.values(), NVFP4BlockScaling(activations="dynamic")], ids=str)
+def test_rows_of_every_matrix_keep_the_scales_of_their_shards(recipe: Any) -> None:
+    """As fully_shard with Shard(1) cuts a stack: expert by expert, all rows of one matrix under scales of their own."""
+    pieces = [stack(recipe, 3, n=32).detach() for _ in range(2)]
+    pieces[1] = quantize(pieces[1].dequantize() * 7, recipe)
+    together = {}
+    for name, part in pieces[0].parts().items():
+        both = [piece.parts()[name] for piece in pieces]
+        raw = [each.view(torch.uint8) for each in both] if part.ndim else both
+        together[name] = (torch.cat(raw, dim=1) if part.ndim > 1 else torch.stack(both)).view(part.dtype)
+    if "amax_history" in together:
+        together["amax_history"] = pieces[0].parts()["amax_history"]
+    whole = type(pieces[0])(together, recipe, torch.bfloat16, sharding=Sharding(shards=ShardRows(32, dim=1)))
+    ends, x, dy = ends_of((5, 0, 20)), tokens(27, K), tokens(27, 64, seed=5)
+    wanted = trained(looped, x, nn.Parameter(whole), dy, ends)
+    assert all(
+        same_bytes(*pair) for pair in zip(trained(grouped, x, nn.Parameter(whole), dy, ends), wanted, strict=True)
+    )
+    halves = [looped(x, piece, ends) for piece in pieces]
+    assert same_bytes(torch.cat(halves, dim=1), wanted[0])
+
+
 def test_rows_that_a_view_puts_together_are_experts() -> None:
     recipe = FLOAT8["float8_row"]
     w, ends = stack(recipe, 3), ends_of((5, 0, 20))

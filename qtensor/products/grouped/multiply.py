@@ -193,8 +193,11 @@ def _scaled(case: Case, call: Callable[[GroupedRoute], Tensor]) -> tuple[Way, st
 
 
 def _entry(stack: Parts, expert: int) -> dict[str, Tensor]:
-    """Return the parts of one matrix; a scale of the whole stack is that of each."""
-    return {name: part[expert] if part.ndim else part for name, part in stack.items()}
+    """Return the parts of one matrix; a scale of the whole stack is that of each.
+
+    So are the scales [1, N, 1] of rows that come from shards which hold some rows of every matrix.
+    """
+    return {name: part[0 if part.shape[0] == 1 else expert] if part.ndim else part for name, part in stack.items()}
 
 
 def _cut_columns(parts: Parts, recipe: Recipe, expert: int, group: slice) -> dict[str, Tensor]:
