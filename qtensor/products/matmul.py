@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_hooks.torch_private import without_torch_function
 from qtensor.ops.table import implements
 from qtensor.products.dynamic import product
 from qtensor.products.late_decode import multiply_decoded
 from qtensor.spec.registry import describe
-from qtensor.tensor.quantized_tensor import QuantizedTensor, dequantize_all
+from qtensor.tensor.quantized_tensor import TORCH_FUNCTIONS, QuantizedTensor, dequantize_all
 
 __all__: list[str] = []
 
@@ -50,6 +51,15 @@ def _transpose(q: QuantizedTensor) -> QuantizedTensor:
         raise NotImplementedError(f"transposing {describe(q.shape, q.recipe)}: only a weight [.., N, K] is defined")
     other = lens.seen_as(None) if lens.transposed else lens.seen_as(tuple(q.shape), transposed=True)
     return q._alias(other, torch.Size((*q.shape[:-2], q.shape[-1], q.shape[-2])))
+
+
+def matrix_transpose(q: QuantizedTensor) -> Any:
+    """Compute `q.mT`, by the method: dynamo reads a property with which a graph ends anew, and comes here again."""
+    with without_torch_function():
+        return q.transpose(-2, -1)
+
+
+TORCH_FUNCTIONS[torch.Tensor.mT.__get__] = matrix_transpose  # type: ignore[attr-defined] # a property to mypy
 
 
 @implements(aten.mm.default)

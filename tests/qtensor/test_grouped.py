@@ -454,6 +454,59 @@ def test_ends_are_read_in_compiled_code_too() -> None:
         torch.compile(grouped, fullgraph=True, backend="aot_eager")(x, w, wrong)
 
 
+class Operations(TorchDispatchMode):
+    """Notes which operations run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+BATCHES, ENDS = tokens(10, K).unflatten(0, (2, -1)), ends_of((4, 6))
+PRODUCTS: dict[str, Any] = {
+    "grouped_mm": lambda w: grouped(BATCHES.flatten(0, 1), w, ENDS),
+    "bmm": lambda w: torch.bmm(BATCHES, w.mT),
+    "matmul": lambda w: BATCHES @ w.mT,
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_of_nvfp4_are_refused_before_anything_is_computed(name: str, frozen: bool) -> None:
+    recipe = NVFP4BlockScaling(blocks="square", activations="dynamic", gradients="nvfp4")
+    w = stack(recipe, 2).requires_grad_(not frozen)
+    message = (
+        rf"{name} with a quantized weight of shape \(2, 256, 128\) .*gradients='nvfp4' is defined for F.linear alo"
+    )
+    with Operations() as ran, pytest.raises(NotImplementedError, match=message):
+        PRODUCTS[name](w)
+    assert set(ran.names) <= {"view.default", "transpose.int"}
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        torch.compile(PRODUCTS[name], backend="eager", fullgraph=True)(w)
+    with torch.no_grad():  # what a model is asked for when nothing trains it
+        plain = stack(NVFP4BlockScaling(blocks="square", activations="dynamic"), 2)
+        assert same_bytes(PRODUCTS[name](w), PRODUCTS[name](plain))
+
+
+def test_the_loop_that_is_named_instead_trains() -> None:
+    recipe = NVFP4BlockScaling(blocks="square", activations="dynamic", gradients="nvfp4")
+    ends, w, x, dy = ends_of((5, 0, 20)), stack(recipe, 3), tokens(25, K), tokens(25, N, seed=5)
+    _, dx, dw = trained(looped, x, w, dy, ends)
+    for e, (start, end) in enumerate([(0, 5), (5, 25)]):
+        expert = 2 * e
+        parts = {name: part[expert] if part.ndim else part for name, part in w.detach().parts().items()}
+        alone = nn.Parameter(QuantizedTensor.from_parts(parts, recipe, w.dtype))
+        one = x[start:end].clone().requires_grad_()
+        F.linear(one, alone).backward(dy[start:end])
+        assert same_bytes(dx[start:end], one.grad)
+        assert same_bytes(dw[expert], alone.grad)
+    assert dw[1].count_nonzero() == 0
+
+
 def test_stacks_without_quantized_inputs_go_to_torch_as_before() -> None:
     for recipe in (MXFP8BlockScaling(), Float8CurrentScaling()):
         w, x, ends = stack(recipe, 2), tokens(9, K), ends_of((4, 5))
