@@ -53,8 +53,8 @@ def grouped(x: Tensor, turned: QuantizedTensor, ends: Tensor | None, name: str) 
             )
         if (turned.recipe.rotates_tokens or turned.recipe.draws_gradients) and torch.is_grad_enabled():
             raise NotImplementedError(
-                f"{name} with {described}: gradients={turned.recipe.gradients!r} is defined for F.linear alone; loop over "
-                "the experts with it, or leave gradients out of the recipe"
+                f"{name} with {described}: gradients={turned.recipe.gradients!r} is defined for F.linear alone; "
+                "loop over the experts with it, or leave gradients out of the recipe"
             )
         experts, inner, width = shape
         if x.shape[-1] != inner or (x.ndim == 3 and x.shape[0] != experts):
