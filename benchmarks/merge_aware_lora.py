@@ -1,12 +1,13 @@
 """What is left of an adapter once it is merged into a quantized base: trained beside the weight, or through its merge.
 
-    python -m benchmarks.merge_aware_lora                            # about 10 minutes of a core
-    python -m benchmarks.merge_aware_lora --modes 'last quarter'     # these runs, too; 4 minutes
+    python -m benchmarks.merge_aware_lora                            # about 40 minutes of a core
+    python -m benchmarks.merge_aware_lora --rates 3e-3 --recipes mxfp4    # some of these runs
+    python -m benchmarks.merge_aware_lora --seed 1 --out runs/seed1.json
     python -m benchmarks.merge_aware_lora --recipes mxfp4 --steps 4 --out runs/few.json
 
 SmolLM2-135M, whose last layers are quantized and get LoRA on all their linears. All runs have the same text in the same
-order, and the same first factors. AdamW, fp32 factors, one row of tokens a step. What enters the last layers never
-changes, so it is computed once.
+order, and the same first factors. AdamW, fp32 factors, one row of tokens a step; the rate rises, and falls to a tenth.
+What enters the last layers never changes, so it is computed once.
 
     plain         y = x @ W.T + s (x @ a.T) @ b.T, as peft computes it
     through       merge_aware from the first step on
@@ -14,9 +15,12 @@ changes, so it is computed once.
 
     adapter    held-out loss with the adapter beside its weight, nats a token
     merged     held-out loss of the merged model. For the runs through the merge it is what was trained
-    minus      merged minus the adapter of the plain run, and its standard error over the held-out rows, pairwise
+    lost       merged minus the adapter of the plain run, and its standard error over the held-out rows, pairwise
+    gain       merged minus the merged model of the plain run, likewise
     survived   <update, W' - W> / <update, update> over all weights: the share of the update that a merge keeps
     norm       |update| / |W| over all weights
+    beyond     the share of elements whose update is larger than half a step of E2M1, to the nearer neighbour
+    error      |W' - (W + update)| / |update|, what rounding adds
 
 `layer` is one linear with its adapter, forward and backward: seconds against peft's own, and the bytes that its forward
 leaves for backward beside input, weight and factors.
@@ -32,6 +36,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +48,7 @@ from torch import Tensor, nn
 from benchmarks.evaluation import store
 from benchmarks.machine import machine_and_versions
 from benchmarks.timing import medians
-from qtensor import MXFP4BlockScaling, NVFP4BlockScaling, merge_, merge_aware, quantize_
+from qtensor import MXFP4BlockScaling, NVFP4BlockScaling, QuantizedTensor, merge_, merge_aware, quantize_
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples"))  # the examples are scripts, which import one another by bare name
@@ -51,8 +56,9 @@ import smollm2  # type: ignore[import-not-found, unused-ignore] # noqa: E402
 
 RECIPES: dict[str, Callable[[], Any]] = {"nvfp4": NVFP4BlockScaling, "mxfp4": MXFP4BlockScaling}
 MODES = ("plain", "through", "last quarter")
-RATES = (1e-2, 1e-3)
-COLUMNS = ("recipe", "rate", "trained", "adapter", "merged", "minus (s.e.)", "survived", "norm")
+RATES = (3e-3, 1e-2, 1e-3, 1e-4)
+COLUMNS = ("recipe", "rate", "trained", "adapter", "merged", "lost (s.e.)", "gain (s.e.)", "survived")
+FIGURES = ("norm", "beyond", "error")
 Say = Callable[[str], object]
 Ways = tuple[list[str], list[float], list[str]]
 Pair = tuple[Tensor, Tensor]  # what enters the last layers, [n, T, hidden], and the tokens, [n, T]
@@ -62,13 +68,13 @@ Pair = tuple[Tensor, Tensor]  # what enters the last layers, [n, T, hidden], and
 class Settings:
     """What all runs of a file share."""
 
-    steps: int = 24
+    steps: int = 160
     layers: int = 2
     rank: int = 8
     alpha: int = 16
-    seq_len: int = 48
-    warmup: int = 5
-    eval_blocks: int = 16
+    seq_len: int = 96
+    warmup: int = 8
+    eval_blocks: int = 32
     seed: int = 0
 
 
@@ -129,9 +135,15 @@ def adapted(base: nn.Module, settings: Settings) -> Any:
     )
 
 
+def rate_at(step: int, settings: Settings) -> float:
+    """The share of the rate in a step: up over `warmup`, then down to a tenth in the last one, both linearly."""
+    left = (settings.steps - 1 - step) / max(1, settings.steps - settings.warmup)
+    return min((step + 1) / settings.warmup, 0.1 + 0.9 * left)
+
+
 def train(base: nn.Module, way: tuple[str, float], data: Pair, held_out: Pair, settings: Settings) -> Any:
     """One run: its losses and what a merge leaves of the update."""
-    (mode, rate), model = way, adapted(base, settings)
+    (mode, rate), model, began = way, adapted(base, settings), time.perf_counter()
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=rate)
     aware = merge_aware(model, keep="merged")
     starts = {"plain": settings.steps, "through": 0, "last quarter": settings.steps * 3 // 4}[mode]
@@ -140,7 +152,7 @@ def train(base: nn.Module, way: tuple[str, float], data: Pair, held_out: Pair, s
         if step == starts:
             aware.start()
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / settings.warmup)
+            group["lr"] = rate * rate_at(step, settings)
         loss = losses_of(model, hidden[None], row[None]).mean()
         loss.backward()
         optimizer.step()
@@ -150,19 +162,42 @@ def train(base: nn.Module, way: tuple[str, float], data: Pair, held_out: Pair, s
     with aware:
         through = block_losses(model, some)
     beside = block_losses(model, held_out)
-    lines = merge_(model, aware.updates()).weights
+    updates: Any = aware.updates()
+    beyond = beyond_half_a_step(model, updates)
+    lines = merge_(model, updates).weights
     merged = block_losses(model.unload(), held_out)
     if merged[:8] != through:
         raise RuntimeError("the merged model is not the one that was trained")
     update = sum(line.update_norm**2 for line in lines)
-    weight = sum(float(param.dequantize().double().norm()) ** 2 for param in quantized(base))
+    weight = sum(float(param.detach().dequantize().double().norm()) ** 2 for param in quantized(base))
     return {
         "adapter": beside,
         "merged": merged,
         "survived": sum(line.survived * line.update_norm**2 for line in lines) / update,
         "norm": math.sqrt(update / weight),
+        "error": math.sqrt(sum(line.error_norm**2 for line in lines) / update),
+        "changed": sum(line.changed for line in lines) / sum(line.elements for line in lines),
+        "beyond": beyond,
+        "seconds": time.perf_counter() - began,
         "train": losses,
     }
+
+
+@torch.no_grad()
+def beyond_half_a_step(model: nn.Module, updates: dict[str, Any]) -> float:
+    """The share of elements whose update is larger than half the step to the nearer neighbour in E2M1."""
+    params: dict[str, Any] = dict(model.named_parameters())
+    larger = elements = 0
+    for name, update in updates.items():
+        weight = params[name]
+        ones = {**weight.parts(), "payload": torch.full_like(weight.payload, 0x22)}  # two codes of 1.0 in each byte
+        unit = QuantizedTensor.from_parts(ones, weight.recipe, weight.dtype).dequantize(torch.float32)  # [N, K]
+        code = weight.dequantize(torch.float32).abs() / unit
+        # 0, 0.5, 1, 1.5, 2, 3, 4, 6: the quotient of the decoded numbers may be off by a rounding
+        step = torch.where(code < 2.5, 0.5, torch.where(code < 5, 1.0, 2.0))
+        larger += int((update((slice(None), slice(None))).abs() > unit * step / 2).sum())
+        elements += code.numel()
+    return larger / elements
 
 
 def quantized(model: nn.Module) -> list[Any]:
@@ -233,6 +268,12 @@ def _plain(tensor: Any) -> list[Tensor]:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
+def gap(losses: Sequence[float], others: Sequence[float]) -> str:
+    """The mean difference over rows, and its standard error."""
+    gaps = [a - b for a, b in zip(losses, others, strict=True)]
+    return f"{statistics.fmean(gaps):+.4f} ({statistics.stdev(gaps) / len(gaps) ** 0.5:.4f})"
+
+
 def markdown(results: dict[str, Any]) -> str:
     """The table of all runs, and that of one layer."""
     settings, runs = results["settings"], results["runs"]
@@ -242,18 +283,17 @@ def markdown(results: dict[str, Any]) -> str:
         "SmolLM2-135M, its last {layers} layers quantized and adapted: rank {rank}, alpha {alpha}, {steps} steps of "
         "{seq_len} tokens. Held-out loss in nats a token.".format(**settings),
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|" + "---|" * 3 + "---:|" * (len(COLUMNS) - 3),
+        f"| {' | '.join(COLUMNS + FIGURES)} |",
+        "|" + "---|" * 3 + "---:|" * (len(COLUMNS + FIGURES) - 3),
     ]
     for name, run in sorted(runs.items()):
         recipe, rate, mode = name.split(" | ")
-        gaps = [a - b for a, b in zip(run["merged"], runs[f"{recipe} | {rate} | plain"]["adapter"], strict=True)]
-        error = statistics.stdev(gaps) / len(gaps) ** 0.5
+        plain = runs[f"{recipe} | {rate} | plain"]
         own, merged = statistics.fmean(run["adapter"]), statistics.fmean(run["merged"])
-        lines.append(
-            f"| {recipe} | {rate} | {mode} | {own:.4f} | {merged:.4f} | {statistics.fmean(gaps):+.4f} ({error:.4f}) | "
-            f"{run['survived']:.3f} | {run['norm']:.4f} |"
-        )
+        gaps = [gap(run["merged"], plain[which]) for which in ("adapter", "merged")]
+        figures = [f"{run[name]:.4f}" for name in FIGURES]
+        cells = recipe, rate, mode, f"{own:.4f}", f"{merged:.4f}", *gaps, f"{run['survived']:.3f}", *figures
+        lines.append(f"| {' | '.join(cells)} |")
     bases = ", ".join(f"{name} {statistics.fmean(losses):.4f}" for name, losses in results["base"].items())
     lines += ["", f"Before the training: {bases}.", ""]
     lines += [
@@ -308,7 +348,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES[:2]))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "2026-11-29-merge-aware-lora.json"
     )
