@@ -13,6 +13,7 @@ process on any number of ranks. A weight whose update is zero everywhere keeps i
 
 Weights that share one scale with an updated one (`share_scales`) take part without an update: the largest magnitude
 among all of them decides, and those whose scale is another one then are requantized from the values that they hold.
+Where one without an update leads, its rounded values decide, and may ask for another last bit of the scale.
 """
 
 import warnings
