@@ -133,7 +133,7 @@ def wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Gathering(Tensor):
-    """A weight that a graph gathers and has not waited for: nothing else is done to it.
+    """A weight that a graph gathers and has not waited for: nothing is computed with it.
 
     The passes of compilers, and the policies of activation checkpointing, look for a wait directly behind a gather.
 
@@ -160,10 +160,14 @@ class Gathering(Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch's type is that of the C function it has by default
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        under_way = args[0]
         if func is c10d.wait_tensor.default:
-            return _arrived(args[0].shard, args[0].sent, args[0].ranks)
+            return _arrived(under_way.shard, under_way.sent, under_way.ranks)
+        # what activation checkpointing keeps of an operation
+        if func in (aten.detach.default, aten.alias.default):
+            return Gathering(under_way.shard, under_way.sent, under_way.ranks)
         if func in _WAITS:
-            return args[0]
+            return under_way
         raise NotImplementedError(f"{func} is not defined for a gather that is under way; call wait_tensor on it first")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch's own has no types
