@@ -24,6 +24,9 @@ class Switch(Protocol):
 
     on: bool
 
+    def look(self, name: str) -> None:
+        """Raise RuntimeError if a backward computes a forward again, and not as it was."""
+
 
 class Member(Protocol):
     """One of the layers whose weights share a scale."""
@@ -64,6 +67,7 @@ class Follower(Hooked):
 
     def exchange(self, linear: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Tensor) -> Tensor | None:
         """Return the output under the scale of the merged weights; what was computed without them is left."""
+        self.switch.look(self.name)
         if not self.switch.on or not any_active(self.members):
             return None
         shared = shared_of(self.name, self.members)

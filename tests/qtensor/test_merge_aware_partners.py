@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_hooks import sync_scales
 from qtensor import (
@@ -199,6 +200,21 @@ def test_gradients_pass_straight_through_and_reach_each_adapter_from_its_own_pro
     # y = x (W + s b a).T with x = 1 and dy = 1: db = s 1 (1 a.T), whole sums of the columns of one factor
     expected = 2.0 * a.sum(1).expand(b.shape[0], -1)  # peft's scaling is 8 / 4
     assert torch.allclose(other.lora_B.default.weight.grad, expected, rtol=1e-5, atol=1e-5)  # sums in another order
+
+
+def test_a_partner_that_is_computed_again_by_another_switch_is_refused() -> None:
+    """By itself, where no adapted layer is computed again with it."""
+    model = adapted("nvfp4", ["q_proj"])
+    follower = linears(model)["layers.0.k_proj"]
+    aware, x = merge_aware(model), EYE.clone().requires_grad_()
+    with aware:
+        y = checkpoint(follower, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.k_proj is computed again in a backward, and the switch was"):
+        y.sum().backward()
+    with aware:
+        checkpoint(follower, x, use_reentrant=True).sum().backward()
+        (expected,) = torch.autograd.grad(follower(x).sum(), x)
+    assert torch.equal(x.grad, expected)
 
 
 def test_training_ends_with_the_model_that_was_trained() -> None:
