@@ -44,7 +44,8 @@ def unevenness(value: DTensor) -> str | None:
         return None
     own = tuple(local_of(value).shape)
     sizes, _ = compute_local_shape_and_global_offset(value.shape, mesh, placements)
-    if tuple(sizes) == own:
+    # FSDP2 leaves (0, 0) of what tensor parallelism has cut to [16, 0]; there is nothing to misplace
+    if tuple(sizes) == own or (0 in sizes and 0 in own):
         return None
     return (
         f"it is placed as {placements} on a mesh of {tuple(mesh.shape)}, which cuts {tuple(sizes)} of "

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_adapters.records.placements import placement_problem
@@ -48,6 +51,37 @@ def layouts() -> None:
 
 def test_strided_shards_fit_where_their_rows_are_one_run() -> None:
     run_ranks(4, layouts)
+
+
+class Narrow(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, rows), nn.Linear(rows, 16)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(self.up(x))
+
+
+def taken(path: Path) -> None:
+    """Fewer rows than ranks, and rows that no number of ranks divides: some shards are empty, in several shapes."""
+    for dp, tp in ((2, 2), (4, 1), (1, 4)):
+        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        for rows in (3, 7):
+            model = Narrow(rows)
+            if tp > 1:
+                parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            state = fully_shard(model, mesh=mesh["dp"]).state_dict()
+            assert {placement_problem(value) for value in state.values()} == {None}
+            before = held(state)
+            save(state, path / f"{dp}-{tp}-{rows}")
+            for value in state.values():
+                value.to_local().zero_()
+            load(state, path / f"{dp}-{tp}-{rows}")
+            assert held(state) == before
+
+
+def test_what_fsdp2_and_tensor_parallelism_cut_is_taken(shared_tmp_path: Path) -> None:
+    run_ranks(4, taken, shared_tmp_path)
 
 
 def refused(path: Path) -> None:
