@@ -16,10 +16,12 @@ from dcp_adapters import export_hf
 from qtensor import MXFP8BlockScaling, merge_, merge_aware, quantize_
 from tests.engines.engine import Engine, unavailable
 from tests.engines.models import BATCHES, LAYERS, PROMPT, Written, cut_model
-from tests.engines.test_layouts import Case, check_logits, members
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
+
+from tests.engines.test_layouts import Case, check_logits, members  # which skips itself likewise
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LINEARS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from typing import Any
 
 import pytest
@@ -155,7 +156,9 @@ def test_what_is_not_finite_stays_in_its_group(recipe: Any) -> None:
 
 
 @some
-@pytest.mark.parametrize("call", [torch.bmm, torch.matmul, Tensor.bmm, lambda x, w: x @ w], ids=str)
+@pytest.mark.parametrize(
+    "call", [torch.bmm, torch.matmul, Tensor.bmm, operator.matmul], ids=["bmm", "matmul", "method", "@"]
+)
 def test_a_batch_of_each_expert_is_a_group(recipe: Any, call: Any) -> None:
     def batched(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return call(x.unflatten(0, (3, -1)), w.mT).flatten(0, 1)
