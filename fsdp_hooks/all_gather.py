@@ -25,7 +25,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -52,11 +52,13 @@ class Sharding:
     shards: set on a gathered weight, whose tensor-wide parts are vectors with one value a shard.
     padded_rows: set on a shard whose storage was allocated with this many rows.
     allocated: whether this is the padded tensor that FSDP allocates, whose first rows become the shard.
+    short: set on a shard that has fewer rows than that.
     """
 
     shards: ShardRows | None = None
     padded_rows: int | None = None
     allocated: bool = False
+    short: bool = False
 
 
 AT_REST = Sharding()
@@ -81,11 +83,11 @@ class SignedMethod:
 
     Args:
         method: called with the owner and whatever FSDP2 gives.
-        padded_rows: returns how many rows FSDP2 padded the owner to; None if it did not.
+        short: returns whether the owner has fewer rows than FSDP2 pads it to.
     """
 
-    def __init__(self, method: Callable[..., Any], padded_rows: Callable[[Any], int | None]) -> None:
-        self.method, self.padded_rows = method, padded_rows
+    def __init__(self, method: Callable[..., Any], short: Callable[[Any], bool]) -> None:
+        self.method, self.short = method, short
 
     def __get__(self, owner: Any, kind: type | None = None) -> Callable[..., Any]:
         """Return the method of `owner`; of the class, the function."""
@@ -101,9 +103,7 @@ class _Bound(tuple[Any, ...]):
     def __signature__(self) -> inspect.Signature:
         """What FSDP2 calls it with: the mesh; and, unless the shard is shorter than others, the size of the whole."""
         signed, owner = self
-        with without_torch_function():
-            padded = signed.padded_rows(owner)
-            return _ALL if padded is None or padded == owner.shape[0] else _MESH
+        return _MESH if signed.short(owner) else _ALL
 
     def __call__(self, *args: Any) -> Any:
         signed, owner = self
@@ -139,7 +139,7 @@ class AllGatherHooks:
         """Return what FSDP frees with a gathered tensor besides its parts, see until_reshard.py."""
         return ()
 
-    @partial(SignedMethod, padded_rows=lambda self: self._sharding.padded_rows)
+    @partial(SignedMethod, short=lambda self: self._sharding.short)
     def fsdp_pre_all_gather(self, *args: Any) -> "tuple[tuple[Tensor, ...], int | RowPieces]":
         """Return uint8 views of the shard's parts, padded to equal rows. FSDP2 calls it on every rank, on the shard.
 
@@ -149,11 +149,12 @@ class AllGatherHooks:
         """
         # each read of an attribute would go through __torch_function__
         with without_torch_function():
-            if dim := _dim_cut(self.shape, args):
+            # all but the shards that are shorter than others are told the shape of the whole
+            if args[1:] and args[1][1:] != self.shape[1:]:
                 from fsdp_hooks.row_pieces import give
 
                 own = self.parts()
-                flat, pieces = give([own[name] for name in self._part_names().sent], dim, self.shape)
+                flat, pieces = give([own[name] for name in self._part_names().sent], self.shape, args[1])
                 return (flat,), pieces
             # FSDP wants inputs of one size from all ranks, and does not pad those of an extension
             rows = self._sharding.padded_rows or self.shape[0]
@@ -182,8 +183,8 @@ class AllGatherHooks:
         as_strided), and the buffers we allocated ourselves. Later calls (with `out`): FSDP's buffers hold fresh bytes
         already and only our own are refilled; returns None.
         """
-        if not isinstance(metadata, int):
-            return self._join_pieces(all_gather_outputs[0], metadata, param_dtype, out)
+        if metadata.__class__ is not int:
+            return self._join_pieces(all_gather_outputs[0], cast("RowPieces", metadata), param_dtype, out)
         names = self._part_names()
         received = names.sent[: len(all_gather_outputs)]
         # backward gathers into the tensors of forward, which autograd saved: they stay the same objects
@@ -230,15 +231,6 @@ class AllGatherHooks:
         rows = ShardRows(pieces.shape[dim], dim=dim)
         whole = self._build_gathered(parts, param_dtype, Sharding(shards=rows))
         return whole, (*parts.values(), *self._kept_beside(whole))
-
-
-def _dim_cut(shape: torch.Size, args: Sequence[Any]) -> int:
-    """Return along which dim FSDP2 cut a shard of this shape, by the arguments of its `fsdp_pre_all_gather`.
-
-    0 if it is the whole tensor, or if FSDP2 does not tell the shape of that (a shard shorter than others).
-    """
-    whole = args[1] if len(args) > 1 else shape
-    return next((dim for dim, (own, every) in enumerate(zip(shape, whole, strict=True)) if own != every), 0)
 
 
 def _refill(gathered: Any, shard: AllGatherHooks, names: list[str]) -> None:

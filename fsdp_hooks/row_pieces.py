@@ -41,8 +41,13 @@ class RowPieces:
     param: Any
 
 
-def give(parts: Sequence[Tensor], dim: int, shape: torch.Size) -> tuple[Tensor, RowPieces]:
+def give(parts: Sequence[Tensor], shape: torch.Size, whole: torch.Size) -> tuple[Tensor, RowPieces]:
     """Return the bytes of a shard's parts, uint8 [1, bytes], and what `take` and `restore` need.
+
+    Args:
+        parts: those that are gathered.
+        shape: of the shard.
+        whole: the shape of what it is a shard of; they differ along one dim, not the first.
 
     Raises:
         NotImplementedError: FSDP2 is to reshard to a smaller mesh.
@@ -56,6 +61,7 @@ def give(parts: Sequence[Tensor], dim: int, shape: torch.Size) -> tuple[Tensor, 
         )
     flat = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]).unsqueeze(0)
     set_padded_size(param, SizeOfBytes(shape, flat.shape[1]))
+    dim = next(dim for dim, size in enumerate(shape) if size != whole[dim])
     return flat, RowPieces(dim, shape, param)
 
 

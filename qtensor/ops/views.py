@@ -204,10 +204,11 @@ def cut(q: QuantizedTensor, dim: int, start: int, end: int, *, severed: bool = F
     if shards is not None and wide is not None and dim == shards.dim and not piece.whole:
         parts[wide], shards = _cut_vector(parts[wide], shards, start, end)
     reach = _reach(piece, row_multiple(q.recipe), allocated=sharding.allocated, severed=severed)
+    padded = sharding.padded_rows if piece.leads else None
     return q._like(
         parts,
         lens=Lens(max(lens.reach, reach)),
-        sharding=Sharding(shards=shards, padded_rows=sharding.padded_rows if piece.leads else None),
+        sharding=Sharding(shards=shards, padded_rows=padded, short=padded is not None and padded > end),
         shape=torch.Size((*shape[:dim], end - start, *shape[dim + 1 :])),
     )
 

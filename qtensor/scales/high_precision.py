@@ -157,7 +157,7 @@ class HighPrecisionWeight(Keyed, Tensor):
 
     # -- FSDP2 ---------------------------------------------------------------------------------------------------------
 
-    @partial(SignedMethod, padded_rows=lambda self: self.padded_rows)
+    @partial(SignedMethod, short=lambda self: self.padded_rows not in {None, self.dense.shape[0]})
     def fsdp_pre_all_gather(self, *args: Any) -> "tuple[tuple[Tensor, ...], tuple[QuantizedTensor, int | RowPieces]]":
         """Return the inputs of the quantized shard; that shard, and its metadata. FSDP2 calls it on every rank."""
         q = self.quantize()
