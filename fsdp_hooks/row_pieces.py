@@ -7,9 +7,10 @@
 For Shard(dim > 0) FSDP2 itself puts the pieces in order: it reads every gathered input as `ranks` padded shards, with
 one entry for each element of the parameter, and joins these along the dim. No scale has as many entries, and no payload
 of 4 bits. An input cannot be left out either, since FSDP2 asks the first one of a group for its dtype. So from one hook
-to the next the size of the padded shard reads [1, bytes] in FSDP2's record. What it joins then is rank after rank, and
-all that a gather is (one collective for a whole group, its streams, prefetching, offloading) stays FSDP2's. A
-collective of our own would be one more for each parameter, on streams that FSDP2 does not know.
+to the next the size of the padded shard reads [1, bytes] in FSDP2's record, with a 1 for each dim before the one that
+is cut. What it joins then is rank after rank, and all that a gather is (one collective for a whole group, its streams,
+prefetching, offloading) stays FSDP2's. A collective of our own would be one more for each parameter, on streams that
+FSDP2 does not know.
 
 Both hooks run where FSDP2 copies in and out, and what they launch is ordered with these copies.
 """
@@ -60,8 +61,8 @@ def give(parts: Sequence[Tensor], shape: torch.Size, whole: torch.Size) -> tuple
             "supported for quantized weights; use True or False"
         )
     flat = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]).unsqueeze(0)
-    set_padded_size(param, SizeOfBytes(shape, flat.shape[1]))
     dim = next(dim for dim, size in enumerate(shape) if size != whole[dim])
+    set_padded_size(param, SizeOfBytes(shape, dim, flat.shape[1]))
     return flat, RowPieces(dim, shape, param)
 
 

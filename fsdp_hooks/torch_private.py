@@ -121,19 +121,25 @@ def is_described() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
 
 
-STATE_DICTS = ("torch.distributed._state_dict_utils", "torch.distributed.checkpoint.state_dict")
+# who calls DTensor's redistribution for values: torch's state dicts, and operations that want operands placed otherwise
+FOR_VALUES = (
+    "torch.distributed._state_dict_utils",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor._dispatch",
+)
 
 
 def redistributed_for() -> str | None:
     """Return what DTensor redistributes a tensor for, in this thread: "copy", "other", or None if it does not.
 
-    A copy is what full_tensor() and torch's full state dicts want. No operation says so: we look for who called.
+    A copy of the values is what full_tensor(), torch's full state dicts and operations (std(), say) want. No collective
+    says so: we look for who called.
     """
     frame: FrameType | None = sys._getframe(1)
-    found = None
+    found: str | None = None
     while frame is not None:
         module = frame.f_globals.get("__name__")
-        if module in STATE_DICTS or frame.f_code is DTensor.full_tensor.__code__:
+        if frame.f_code is DTensor.full_tensor.__code__ or (found and module in FOR_VALUES):
             return "copy"
         found = "other" if module == redistribute_local_tensor.__module__ else found
         frame = frame.f_back
@@ -351,17 +357,17 @@ def reshards_to_fewer(param: Any) -> bool:
 
 
 class SizeOfBytes:
-    """The size of a shard, listed as [1, bytes]; see row_pieces.py.
+    """The size of a shard that is cut along `dim`, listed as [1, .., bytes], of dim + 1 entries; see row_pieces.py.
 
     FSDP2 lays out what it gathered of Shard(dim > 0) by the list of the padded shard's size, which it keeps in its
     record of the parameter. It compares shards with it, too, whenever some are loaded or moved.
     """
 
-    def __init__(self, size: torch.Size, nbytes: int) -> None:
-        self._size, self._bytes = size, nbytes
+    def __init__(self, size: torch.Size, dim: int, nbytes: int) -> None:
+        self._size, self._dim, self._bytes = size, dim, nbytes
 
     def __iter__(self) -> Iterator[int]:
-        return iter((1, self._bytes))
+        return iter((*[1] * self._dim, self._bytes))
 
     def __eq__(self, other: object) -> bool:
         return other == self._size

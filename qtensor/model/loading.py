@@ -192,6 +192,9 @@ def _place(key: str, value: Any, param: Tensor) -> Tensor | None:
                 f"{param.device_mesh}; distribute it on the parameter's mesh"
             )
         if value.placements != param.placements:
+            own = local_of(value)
+            if isinstance(own, HighPrecisionWeight):  # its values are wanted, not what a gather would quantize
+                value = dtensor_around(own.dense.detach(), value.device_mesh, value.placements, value.shape)
             value = value.redistribute(param.device_mesh, param.placements)
     return value  # type: ignore[no-any-return]
 

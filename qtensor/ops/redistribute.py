@@ -66,6 +66,12 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for q in pieces
     )
     shared = [spec.name for spec in specs_of(first.recipe) if not spec.extends_along(dim, first.ndim)] if alike else []
+    if shared and is_fake(getattr(first, shared[0])):
+        raise NotImplementedError(
+            f"cat of {[tuple(q.shape) for q in pieces]} along dim {dim} in a graph: the pieces of "
+            f"{describe(first.shape, first.recipe)} share {shared}, and a graph cannot ask whether these are equal; "
+            "shard the weight along dim 0, or use fully_shard"
+        )
     if not alike or any(not torch.equal(getattr(q, name), getattr(first, name)) for q in pieces for name in shared):
         raise NotImplementedError(
             f"cat of {[tuple(q.shape) for q in pieces]}: only quantized tensors of one recipe whose shared scales are "

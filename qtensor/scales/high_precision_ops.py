@@ -44,8 +44,9 @@ RESHAPES_IN_PLACE = frozenset(
 def sends_parts(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether an op is a gather of a shard for a product, which must see quantized values.
 
-    In a graph it is. In eager code `full_tensor()` and state dicts gather copies of the values. What another gather is
-    for nobody can tell, and dense values in a product would be those of a weight that is not quantized.
+    In a graph it is. In eager code `full_tensor()`, state dicts and DTensor's own operations gather copies of the
+    values. What another gather is for nobody can tell, and dense values in a product would be those of a weight that is
+    not quantized.
 
     Raises:
         NotImplementedError: for another gather.

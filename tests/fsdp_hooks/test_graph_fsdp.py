@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, fx
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dcp_adapters import QuantizedLoadPlanner, QuantizedSavePlanner
@@ -330,6 +330,11 @@ def refuses_dense_gathers() -> None:
             assert not isinstance(found, HighPrecisionWeight | QuantizedTensor)
             assert_same_bytes(found, dense, fqn)
 
+    # operations gather operands for themselves, and see dense values as they do of a weight that is whole
+    head, dense = sharded.head._parameters["weight"].detach(), reference.head.weight.detach().dense
+    assert_same_bytes(head[3].full_tensor(), dense[3], "a row")
+    assert_same_bytes(head.std().full_tensor(), dense.std(), "a deviation")
+
 
 REFUSED = (
     r"gathering a shard of a quantized weight of shape .* with storage='high_precision' by DTensor\.redistribute "
@@ -339,6 +344,21 @@ REFUSED = (
 
 def test_dense_shards_are_not_gathered_dense_for_a_product() -> None:
     run_ranks(3, refuses_dense_gathers)
+
+
+def refuses_rows_of_stacks_in_a_graph() -> None:
+    """Pieces of a stack are put together under one scale, and no graph can ask whether they have one."""
+    stack = quantize(torch.ones(3, 32, K, dtype=torch.bfloat16), RECIPES["nvfp4"])
+    shard_ = distribute_tensor(stack, mesh_of_all(), [Shard(1)], src_data_rank=None)
+    assert_same_bytes(whole(shard_).dequantize(), stack.dequantize(), "eager")
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"in a graph: .* share .*global_scale.*; shard the weight along dim 0"):
+        torch.compile(lambda w: whole(w).dequantize(), fullgraph=True, backend="eager")(shard_)
+    torch.compiler.reset()
+
+
+def test_rows_of_stacks_that_share_a_scale_are_refused_in_a_graph() -> None:
+    run_ranks(2, refuses_rows_of_stacks_in_a_graph)
 
 
 def refuses_other_collectives() -> None:

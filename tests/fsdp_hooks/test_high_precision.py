@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_hooks import sync_scales, unsharded
-from qtensor import QuantizedTensor, quantize, quantized_model_init
+from qtensor import QuantizedTensor, quantize, quantize_, quantized_model_init
 from qtensor.scales.high_precision import HighPrecisionWeight
 from qtensor.spec.registry import specs_of
 from tests.fsdp_hooks.cases import (
@@ -383,6 +384,29 @@ def _survives_stale_agreements(name: str, factor: float) -> None:
 @sampled(("world_size", "factor"), [(2, 1000.0), (3, 1000.0), (2, 0.001)], [(3, 1000.0), (2, 0.001)])
 def test_a_write_since_the_agreement_does_not_saturate(world_size: int, factor: float) -> None:
     run_ranks_each(world_size, ("float8_tensor", "nvfp4"), _survives_stale_agreements, factor)
+
+
+def _loads_what_is_cut_elsewhere(name: str) -> None:
+    """Entries of a model with other placements on the same mesh: their values arrive, as those of dense weights do."""
+    values, mesh = (
+        torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        init_device_mesh("cpu", (2,)),
+    )
+    nets = []
+    for seed, dim in ((0, 1), (1, 0)):
+        net = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+        quantize_(nn.Sequential(net), RECIPES[name])  # with its hook for loads
+        dense = distribute_tensor(values * (1 - seed), mesh, [Shard(dim)], src_data_rank=None)
+        shard_ = HighPrecisionWeight(dense.to_local().contiguous(), RECIPES[name])
+        net.weight = nn.Parameter(DTensor.from_local(shard_, mesh, [Shard(dim)], run_check=False))
+        nets.append(net)
+    nets[1].load_state_dict(nets[0].state_dict())
+    assert torch.equal(nets[1].weight.full_tensor(), values)
+
+
+@pytest.mark.filterwarnings("ignore:CPU process group does not support alltoall")
+def test_entries_that_are_cut_elsewhere_load() -> None:
+    run_ranks_each(2, ["mxfp8", "nvfp4"], _loads_what_is_cut_elsewhere)
 
 
 def _assigns_data(name: str) -> None:

@@ -7,6 +7,7 @@ They train like one process, gathers put the shards' bytes together in the order
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import itertools
 import warnings
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from fsdp_hooks import sync_scales, unsharded
-from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize_
+from qtensor import MasterWeightOptimizer, QuantizedTensor, quantize, quantize_
 from qtensor.scales.high_precision import HighPrecisionWeight
 from tests import recipes
 from tests.fsdp_hooks.cases import (
@@ -170,6 +171,64 @@ def _own_scales(name: str) -> None:
     assert sync_scales(net) == 1
     with unsharded(net):
         assert len(set(getattr(net.weight.detach(), TENSOR_WIDE_PART[name]).tolist())) == 1
+
+
+def _multiplies_under_own_scales(case: tuple[str, str]) -> None:
+    """Quantized tokens meet each row under the scale of its shard, in one product as in a loop."""
+    name, product = case
+    net: Any = Experts(dataclasses.replace(RECIPES[name], activations="dynamic"), EXPERTS, product)
+    shard(net)
+    torch.manual_seed(dist.get_rank())
+    with torch.no_grad():
+        local(net.weight).copy_(torch.randn(local(net.weight).shape) * 4.0 ** dist.get_rank())
+    found = []
+    for net.product in (product, "F.linear in a loop"):
+        x = _tokens(0, EXPERTS).requires_grad_()
+        y = net(x)
+        y.float().square().mean().backward()
+        found.append((y.detach(), x.grad))
+    for one, other in zip(*found, strict=True):
+        assert_same_bytes(one, other, product)
+
+
+def test_quantized_tokens_meet_rows_under_the_scales_of_their_shards() -> None:
+    cases = [(name, product) for name in ("nvfp4", "float8_tensor") for product in ("grouped_mm", "bmm")]
+    run_ranks_each(2, cases, _multiplies_under_own_scales)
+
+
+class Grid(nn.Module):
+    """Experts in two dims, [2, 4, N, K]."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(quantize(torch.randn(2, 4, ROWS, K).bfloat16(), RECIPES[name]))
+
+    def forward(self, x: Any) -> Any:
+        return torch.tanh(torch.einsum("tk,abnk->tabn", x, self.weight.dequantize()))  # type: ignore[operator]
+
+
+def _gathers_grids(name: str) -> None:
+    for dim in (1, 2):
+        net: Any = Grid(name)
+        reference = copy.deepcopy(net)
+        fully_shard(net, shard_placement_fn=lambda _, dim=dim: Shard(dim))
+        x = _tokens(0, 1)[0]
+        assert_same_bytes(net(x).detach(), reference(x).detach(), f"Shard({dim})")
+        net.reshard()
+        torch.manual_seed(dist.get_rank())
+        with torch.no_grad():
+            local(net.weight).copy_(torch.randn(local(net.weight).shape) * 4.0 ** dist.get_rank())
+        pieces = [torch.tensor(each) for each in exchanged(local(net.weight).dequantize(torch.float32).tolist())]
+        expected = torch.cat(pieces, dim)
+        with unsharded(net):
+            whole = net.weight.detach()
+            for at in ((), (1,), (1, 2), (slice(None), slice(1, 3)), (0, 1, slice(3, 21))):
+                assert torch.equal(whole[at].dequantize(torch.float32), expected[at]), (dim, at)
+
+
+def test_stacks_of_four_dims_are_gathered_along_each() -> None:
+    run_ranks_each(2, ["nvfp4", "mxfp8"], _gathers_grids)
 
 
 TENSOR_WIDE_PART = {"float8_tensor": "scale", "nvfp4": "global_scale", "nvfp4_square": "global_scale"}
