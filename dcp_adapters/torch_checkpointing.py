@@ -76,9 +76,9 @@ def to_save(state_dict: Mapping[str, Any], group: dist.ProcessGroup | None = Non
     item: dict[str, Any] = {}
     try:
         item, own = _expanded(state_dict), _Told.of(state_dict)
-    except ValueError as error:
-        # told to the others, which would wait for this rank
-        own = _Told(SavePlan([]), frozenset(), str(error))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others would wait for this rank
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        own = _Told(SavePlan([]), frozenset(), f"{kind}{error}")
     told = [own]
     if dist.is_initialized() and (ranks := dist.get_world_size(group)) > 1:
         told = [own] * ranks
@@ -137,8 +137,8 @@ class QuantizedResharder(DefaultResharder):
 
     Raises:
         TypeError: while saving or loading: an item was not made by `to_save`, or `to_load`.
-        ValueError: while loading, on all ranks and before anything is written: one error that lists every missing,
-            extra, misshapen or differently quantized tensor.
+        ValueError: while loading, before anything is written: one error that lists every missing, extra, misshapen or
+            differently quantized tensor, on each rank whose target has some. In a load no rank waits for another.
         RuntimeError: the checkpoint lacks pieces of a tensor. Others are loaded already.
 
     Example:

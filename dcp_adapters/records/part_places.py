@@ -108,8 +108,9 @@ def part_pieces(name: str, place: Place, parts: dict[str, Tensor], q: QuantizedT
     found: list[PartPiece] = []
     for spec in (PartSpec("", parts[""].dtype),) if q is None else specs_of(q.recipe):
         for offsets, sizes, local in place.pieces:
-            box = spec.box(offsets, sizes)
-            found.append(PartPiece(spec, box, _cut(parts[spec.name], spec.box(local, sizes))))
+            # a dense tensor may have no dims, of which no spec knows
+            box, own = ((at, sizes) if q is None else spec.box(at, sizes) for at in (offsets, local))
+            found.append(PartPiece(spec, box, _cut(parts[spec.name], own)))
             # one value for all rows: each piece has the same
             if not spec.per_row:
                 break

@@ -141,7 +141,7 @@ class SaveLeaves:
             item = WriteItem(
                 MetadataIndex(entry, torch.Size(box[0])),
                 WriteItemType.SHARD,
-                tensor_data=_data(*box, spec.shape(leaf.shape), spec.dtype),
+                tensor_data=_data(*box, leaf.shape if q is None else spec.shape(leaf.shape), spec.dtype),
             )
             before = placed.setdefault(item.index, data)
             if before is not data:

@@ -185,6 +185,24 @@ def test_records_travel_to_other_processes() -> None:
         assert equal(other.local, shard.local)
 
 
+def without_dims(path: Path) -> None:
+    """A counter beside pieces: every rank has it."""
+    rank = dist.get_rank()
+    state = {
+        "steps": PlacedShard(torch.tensor(3.0), (), ()),
+        "v": PlacedShard(torch.full((4,), rank), (8,), (4 * rank,)),
+    }
+    save(state, path)
+    found = {"steps": PlacedShard(torch.tensor(0.0), (), ()), "v": torch.zeros(8, dtype=torch.int64)}
+    load(found, path, verify_checksums=True)
+    assert found["steps"].local.item() == 3.0
+    assert found["v"].tolist() == [0] * 4 + [1] * 4
+
+
+def test_tensors_without_dims_and_vectors_are_placed_too(shared_tmp_path: Path) -> None:
+    run_ranks(2, without_dims, shared_tmp_path)
+
+
 # -- torch's protocol: CheckpointableTensor ----------------------------------------------------------------------------
 
 

@@ -138,6 +138,13 @@ def weight(rows: int = ROWS, recipe: str = "mxfp8", seed: int = 0) -> Any:
     return placed(quantize(values((rows, K), seed), EVERY[recipe]), mesh, Shard(0))
 
 
+class Broken(dict[str, Any]):
+    """A state dict of which reading fails."""
+
+    def items(self) -> Any:
+        raise RuntimeError("out of memory")
+
+
 def refused_saves(path: Path) -> None:
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     from torch.distributed.tensor import DTensor
@@ -151,6 +158,7 @@ def refused_saves(path: Path) -> None:
         ({"w": torch.ones(2 + rank)}, "w: it is no DTensor, and rank 0 and rank 1 do not hold it alike"),
         ({"w": weight(recipe=["mxfp8", "mxfp4"][rank])}, "w: rank 1 holds .*MXFP4"),
         ({"w": torch.ones(2, device="meta") if rank else torch.ones(2)}, "rank 1: w: on the meta device"),
+        (Broken(w=torch.ones(2)) if rank else {"w": torch.ones(2)}, "rank 1: RuntimeError: out of memory"),
     ]
     for state, text in cases:
         with pytest.raises(ValueError, match=text):
