@@ -57,6 +57,7 @@ NOT_RUN = {
     "docs/coming_from/transformer_engine.md": 3,
     "docs/coming_from/transformers.md": 2,
     "docs/export.md": 2,
+    "docs/guide.md": 2,
     "docs/how_to_shard.md": 1,
     "docs/rotations.md": 3,
     "docs/from_pretrained.md": 3,

@@ -45,7 +45,7 @@ def _neighbour(bounded: Tensor, drawn: Tensor) -> Tensor:
     whose distance is less than that.
     """
     magnitude = bounded.abs()
-    # powers of two: quotients and products are exact
+    # powers of two: quotients and products are exact; `one` is fp32, whatever torch's default dtype is
     one = torch.ones_like(magnitude)
     step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, one, 2.0))
     steps = magnitude * torch.where(magnitude < 2.0, 2.0, torch.where(magnitude < 4.0, one, 0.5))
