@@ -153,5 +153,4 @@ def _held(turned: QuantizedTensor) -> list[Tensor]:
     # rows that a view has put together into matrices; its parts are still those of the rows
     if lens.described is not None and tuple(lens.described) != (experts, rows_, turned.shape[1]):
         return [part.reshape(experts, rows_, part.shape[-1]) if part.ndim else part for part in held]
-    # a scale of each shard, where shards have some rows of every matrix, is [1, N, 1]
-    return [part.expand(experts, *part.shape[1:]) if part.ndim else part for part in held]
+    return held
