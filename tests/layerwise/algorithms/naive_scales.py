@@ -72,10 +72,12 @@ def int4_scale(amax: Array) -> Array:
     return np.where(scale == 0, F32(1), scale)
 
 
-def global_scale(x: Array) -> tuple[Array, Array]:
+def global_scale(x: Array, recipe: Any) -> tuple[Array, Array]:
     """(enc, dec)."""
     amax = np.abs(x).max()
-    enc = F32(1) if amax == 0 else np.minimum(F32(2688) / amax, FLT_MAX)
+    # of a choice between two scales the larger one must be a number, too
+    most = F32(2688) if recipe.scale_choice is None else F32(1536)
+    enc = F32(1) if amax == 0 else np.minimum(most / amax, FLT_MAX)
     return enc, F32(1) / enc
 
 
@@ -89,9 +91,25 @@ def own_scale(x: Array, recipe: Any) -> tuple[Array, Array]:
         return np.ldexp(F32(1), 127 - code), np.ldexp(F32(1), code - 127)
     if facts(recipe).scale is BF16:
         return 1 / int4_scale(amax).astype(np.float64), int4_scale(amax)
-    global_enc, global_dec = global_scale(x)
-    scale = np.clip(amax * (global_enc * F32(1 / 6)), 0, 448).astype(ml_dtypes.float8_e4m3fn).astype(F32)
-    return nvfp4_grid(scale, global_dec)
+    global_enc, global_dec = global_scale(x, recipe)
+    six = amax * (global_enc * F32(1 / 6))
+    own = nvfp4_grid(e4m3(six), global_dec)
+    if recipe.scale_choice is None:
+        return own
+    four = nvfp4_grid(e4m3(six * F32(1.5)), global_dec)
+    better = changed(x, recipe, *four) < changed(x, recipe, *own)
+    return np.where(better, four[0], own[0]), np.where(better, four[1], own[1])
+
+
+def changed(x: Array, recipe: Any, enc: Array, dec: Array) -> Array:
+    """fp64, of each block: what the choice between two scales compares, from fp32 differences of exact products."""
+    enc, dec = (np.repeat(each, 16, axis=1)[:, : x.shape[1]] for each in (enc, dec))
+    found = facts(recipe).element.nearest(x * enc).astype(np.float64) * dec.astype(np.float64) - x
+    return blocks_of(found.astype(F32).astype(np.float64) ** 2, recipe).sum(axis=(1, 3))
+
+
+def e4m3(scale: Array) -> Array:
+    return np.clip(scale, 0, 448).astype(ml_dtypes.float8_e4m3fn).astype(F32)
 
 
 def nvfp4_grid(scale: Array, g: Array) -> tuple[Array, Array]:
@@ -105,7 +123,7 @@ def candidate_scales(x: Array, recipe: Any) -> Iterator[tuple[Array, Array]]:
     if facts(recipe).scale is FP8:
         for code in range(1, 127):
             scale = np.uint8(code).view(ml_dtypes.float8_e4m3fn).astype(F32)
-            yield nvfp4_grid(np.full_like(amax, scale), global_scale(x)[1])
+            yield nvfp4_grid(np.full_like(amax, scale), global_scale(x, recipe)[1])
         return
     for multiple in MULTIPLES:
         if facts(recipe).scale is FP32:
