@@ -164,8 +164,8 @@ def _naive_clips(x: Tensor, group: Group, recipe: Any, index: int) -> tuple[Tens
     for ratio in [i / 20 for i in range(20, 9, -1)]:
         bounded = w.clone()
         for where in tiles:
-            limit = float(torch.tensor(ratio) * w[where].abs().max())
-            bounded[where] = w[where].clamp(-limit, limit)
+            # 4over6 chooses between the scales of a block by the errors of all its elements, times the ratio
+            bounded[where] = w[where] * torch.tensor(ratio)
         amax = one.amax if block < K else shared_amax(bounded, recipe)
         off = stored(w, recipe, fmt.quantizer(bounded, recipe, amax)) - w.double()
         for t, (rows, columns) in enumerate(tiles):
