@@ -14,6 +14,7 @@ nobody can tell whether an amax that was kept is still theirs.
 import functools
 import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -205,14 +206,7 @@ def _merged_parts(  # noqa: PLR0913, PLR0917 - what an operation of a graph can 
 
 
 @_merged_parts.register_fake
-def _(  # noqa: PLR0913, PLR0917 - likewise
-    held: list[Tensor],
-    factors: list[Tensor],
-    scalings: list[float],
-    recipe: str,
-    shared: list[Tensor],
-    after: list[Tensor],
-) -> list[Tensor]:
+def _(held: list[Tensor], *others: Any) -> list[Tensor]:
     return [torch.empty_like(part, memory_format=torch.contiguous_format) for part in held]
 
 
@@ -225,5 +219,5 @@ def _merged_amax(held: list[Tensor], factors: list[Tensor], scalings: list[float
 
 
 @_merged_amax.register_fake
-def _(held: list[Tensor], factors: list[Tensor], scalings: list[float], recipe: str) -> Tensor:
+def _(held: list[Tensor], *others: Any) -> Tensor:
     return held[0].new_empty(2, dtype=torch.float32)

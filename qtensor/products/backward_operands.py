@@ -30,6 +30,7 @@ from qtensor.spec.recipes import Recipe
 ROTATED = 16  # tokens
 # TransformerEngine's: chosen once at random, the same for all layers and steps
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+NEGATIVE = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
 
 
 def encode_rows(x: Tensor, factors: Tensor | None, recipe: Recipe, multiple: int, *, drawn: bool) -> dict[str, Tensor]:
@@ -66,7 +67,9 @@ def encode_columns(x: Tensor, recipe: Recipe, multiple: int, *, rotated: bool, d
 
 def rotate(values: Tensor) -> Tensor:
     """Return H D of every 16 of [.., tokens], a multiple of 16, in fp32."""
-    signs = torch.tensor(SIGNS, dtype=torch.float32, device=values.device)
+    # no table of the CPU's, for which a GPU would have to wait
+    places = torch.arange(ROTATED, dtype=torch.int32, device=values.device)
+    signs = 1.0 - 2.0 * (NEGATIVE >> places & 1).to(torch.float32)
     if is_tracing():  # what is padded by nothing keeps the strides of a transpose, whatever the graph was traced with
         values = values.clone(memory_format=torch.contiguous_format)
     signed = values.to(torch.float32).unflatten(-1, (-1, ROTATED)) * signs

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qtensor import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizedTensor, quantize
+from qtensor.products.backward_operands import rotate
 from qtensor.spec.codecs import nf4
+from qtensor.spec.codecs.rounding import armed, table_of
 from qtensor.spec.registry import encode, format_of, shared_amax
 from tests.recipes import TABLE
 
@@ -29,6 +31,7 @@ DYNAMIC = {
     "nvfp4_dynamic": NVFP4BlockScaling(activations="dynamic"),
     "float8_tensor_gradients": Float8CurrentScaling(granularity="tensor", activations="dynamic", gradients="e5m2"),
     "mxfp8_gradients": MXFP8BlockScaling(activations="dynamic", gradients="e4m3"),
+    "nvfp4_gradients": NVFP4BlockScaling(blocks="square", activations="dynamic", gradients="nvfp4"),
 }
 
 
@@ -114,10 +117,24 @@ def test_the_definitions_copy_nothing_from_the_cpu(recipe: Any) -> None:
     assert {name: part.shape for name, part in made.items()} == {name: part.shape for name, part in parts.items()}
 
 
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_drawn_writes_copy_nothing_from_the_cpu(recipe: Any) -> None:
+    x = torch.empty(ROWS, COLUMNS, device="meta", dtype=torch.float32)
+    with armed(torch.Generator("cpu")), NoTables(), Captured("meta") as captured:
+        encode(x, recipe, shared_amax(x, recipe), None)
+    assert captured.operations > 5
+
+
+def test_a_rotation_along_tokens_copies_nothing_from_the_cpu() -> None:
+    with NoTables(), Captured("meta") as captured:
+        rotate(torch.empty(ROWS, COLUMNS, device="meta", dtype=torch.bfloat16))
+    assert captured.operations > 5
+
+
 def test_the_table_of_nf4_is_the_same_where_it_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = nf4._table(torch.device("cpu"))
+    made = table_of(nf4.TABLE, torch.device("cpu"))
     monkeypatch.setattr(torch, "full", lambda *args, device, **kwargs: full(*args, device="cpu", **kwargs))
-    assert torch.equal(nf4._table(torch.device("meta")), made)
+    assert torch.equal(table_of(nf4.TABLE, torch.device("meta")), made)
     assert made.tolist() == [*nf4.TABLE]
 
 

@@ -7,9 +7,8 @@ middle of both, rounded to fp32, and belongs to the lower one.
 import torch
 from torch import Tensor
 
-from fsdp_hooks.torch_private import is_tracing
 from qtensor.spec.codecs.nibbles import packed, unpacked
-from qtensor.spec.codecs.rounding import onto_numbers
+from qtensor.spec.codecs.rounding import onto_numbers, table_of
 
 # fp32 numbers, upwards; the place of each is its code
 TABLE = (
@@ -78,11 +77,4 @@ def _code(scaled: Tensor) -> Tensor:
 
 def _value(codes: Tensor) -> Tensor:
     """The fp32 values of codes."""
-    return _table(codes.device).index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
-
-
-def _table(device: torch.device) -> Tensor:
-    """The elements, fp32 [16]. A GPU fills them in: the CPU would wait for a copy of the list to it."""
-    if device.type == "cpu" or is_tracing():
-        return torch.tensor(TABLE, dtype=torch.float32, device=device)
-    return torch.cat([torch.full((1,), element, dtype=torch.float32, device=device) for element in TABLE])
+    return table_of(TABLE, codes.device).index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)

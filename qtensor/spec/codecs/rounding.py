@@ -68,12 +68,20 @@ def onto_numbers(scaled: Tensor, numbers: Sequence[float]) -> Tensor:
     generator = None if is_tracing() else _armed.get()
     if generator is None:
         return scaled
-    table = torch.tensor(numbers, dtype=torch.float32, device=scaled.device)
+    table = table_of(numbers, scaled.device)
     bounded = scaled.clamp(numbers[0], numbers[-1])
     at = torch.bucketize(bounded, table[1:-1], right=True)  # of the lower neighbour
-    lower, upper = table[at], table[at + 1]
+    # by numbers, and not table[at], which could be a mask whose size a GPU would have to tell
+    lower, upper = (table.index_select(0, place.flatten()).view(at.shape) for place in (at, at + 1))
     draws = torch.rand(scaled.shape, generator=generator, dtype=torch.float32, device=scaled.device)
     return torch.where(draws < (bounded - lower) / (upper - lower), upper, lower)
+
+
+def table_of(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Numbers as fp32 [n]. A GPU fills them in: the CPU would wait for a copy of the list to it."""
+    if device.type == "cpu" or is_tracing():
+        return torch.tensor(numbers, dtype=torch.float32, device=device)
+    return torch.cat([torch.full((1,), number, dtype=torch.float32, device=device) for number in numbers])
 
 
 def nearest(scaled: Tensor, largest: float, eps: float, smallest_normal: float) -> Tensor:
