@@ -126,13 +126,14 @@ def main() -> None:
     begun = time.monotonic()
     settings = {"batch": BATCH, "length": LENGTH, "lr": LEARNING_RATE, "warmup": WARMUP, "steps": args.steps}
     curves: dict[str, dict[int, Any]] = {name: {} for name in args.variants}
+    variants = " ".join(f'"{name}"' for name in args.variants)
     for seed in args.seeds:
         for name in args.variants:
             curves[name][seed] = train(VARIANTS[name], seed, args.steps, name)
             print(name, seed, curves[name][seed], flush=True)
         seeds = " ".join(str(each) for each in args.seeds[: args.seeds.index(seed) + 1])
         record = {
-            "command": f"python -m benchmarks.backward --steps {args.steps} --seeds {seeds}",
+            "command": f"python -m benchmarks.backward --steps {args.steps} --seeds {seeds} --variants {variants}",
             "settings": settings,
             **machine_and_versions(),
             "seconds": round(time.monotonic() - begun),

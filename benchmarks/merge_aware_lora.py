@@ -77,6 +77,12 @@ class Settings:
     eval_blocks: int = 32
     seed: int = 0
 
+    def command(self) -> str:
+        """What asks for them."""
+        own = [(field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self)]
+        asked = [f" --{name.replace('_', '-')} {value}" for name, value, default in own if value != default]
+        return "python -m benchmarks.merge_aware_lora" + "".join(asked)
+
 
 def text(settings: Settings) -> tuple[Tensor, Tensor]:
     """Rows to train on in their order, int64 [steps, seq_len], and held-out ones, [eval_blocks, seq_len]."""
@@ -317,7 +323,7 @@ def answer(path: Path, ways: Ways, settings: Settings, say: Say = print) -> dict
     """Run what is missing in the file, of all combinations of recipes, rates and modes."""
     recipes, rates, modes = ways
     results = json.loads(path.read_text()) if path.exists() else {}
-    about = {"command": "python -m benchmarks.merge_aware_lora", "settings": dataclasses.asdict(settings)}
+    about = {"command": settings.command(), "settings": dataclasses.asdict(settings)}
     if results and results["settings"] != about["settings"]:
         raise SystemExit(f"{path} is of other settings; take another file")
     results = {**about, **machine_and_versions(), "base": {}, "layer": {}, "runs": {}} | results
